@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """Return `__version__` by reading rlhf_megatron/__init__.py as text: a build needs nothing that it imports."""
+    """Return ``__version__`` by reading rlhf_megatron/__init__.py as text: a build needs nothing that it imports."""
     text = (ROOT / "rlhf_megatron" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
     if match is None:
@@ -26,7 +26,7 @@ def read_description() -> str:
 
 
 # kernels/ stands at the top of the repository but is a part of the package: only the mapped name is installed, because
-# a top-level `kernels` would shadow the package of that name on PyPI, which transformers looks for.
+# a top-level ``kernels`` would shadow the package of that name on PyPI, which transformers looks for.
 KERNELS = ["rlhf_megatron.kernels", *(f"rlhf_megatron.kernels.{name}" for name in find_packages(str(ROOT / "kernels")))]
 # These stand at the top as well, and are run from their files (rlhf_megatron/shipped.py): nothing imports them.
 SCRIPTS = {

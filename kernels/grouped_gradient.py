@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def add_grouped_gradient_reference(total: Tensor, gradients: Tensor, inputs: Tensor, tokens: Sequence[int]) -> None:
-    """``total`` [experts, rows, columns] float32 += gradients^T x inputs, expert by expert.
+    """Do ``total`` [experts, rows, columns] float32 += gradients^T x inputs, expert by expert.
 
     ``gradients`` [t, rows] and ``inputs`` [t, columns] have the ``tokens`` of the first expert, then the next one's.
     """
@@ -23,7 +23,8 @@ def add_grouped_gradient_reference(total: Tensor, gradients: Tensor, inputs: Ten
 
 
 def add_grouped_gradient(total: Tensor, gradients: Tensor, inputs: Tensor, tokens: Sequence[int], ends: Tensor) -> None:
-    """As the reference; ``ends`` [experts] int32 are where each expert's tokens end, on the device of the others."""
+    """Do as the reference does; ``ends`` [experts] int32 are where each expert's tokens end, on the device of the
+    others."""
     if not total.is_cuda or inputs.dtype not in (torch.bfloat16, torch.float16):
         add_grouped_gradient_reference(total, gradients, inputs, tokens)
         return

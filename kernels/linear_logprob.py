@@ -30,7 +30,7 @@ def linear_logprobs(
     kept_bytes: int = 0,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target and entropy of each distribution, both [T] float32 (float64 for float64 inputs).
+    """Return logprob of each target and entropy of each distribution, both [T] float32 (float64 for float64 inputs).
 
     hidden [T, H] and weight [V_local, H] are of one type: rank r of ``tensor_group`` holds rows r * V_local and on;
     those from ``vocab_size`` on are padding with probability 0. targets [T] int64. Both outputs are of
@@ -53,7 +53,7 @@ def linear_logprobs(
 
 
 def _kept_rows(tokens: int, most: int) -> int:
-    """Rows to keep logits in, 0 if there is no memory for all: as far as there is, up to a sixteenth more than
+    """Return rows to keep logits in, 0 if there is no memory for all: as far as there is, up to a sixteenth more than
     ``tokens``, so that the next micro-batch, with about as many, asks for the same size and finds memory that fits."""
     step = 1 << max(0, tokens.bit_length() - 5)
     return min(-(-tokens // step) * step, most) if tokens <= most else 0
@@ -74,7 +74,7 @@ def _capped(products: Tensor, soft_cap: float | None) -> Tensor:
 def reduce(
     logits: Tensor, targets: Tensor, target_logits: Tensor, temperature: float, soft_cap: float | None = None
 ) -> Tensor:
-    """The parts of ``Reduced`` for each of p sets of the columns of ``logits`` [T, C]: [3, p, T], typed as
+    """Return the parts of ``Reduced`` for each of p sets of the columns of ``logits`` [T, C]: [3, p, T], typed as
     ``target_logits``.
 
     ``target_logits`` [T] gets z of those ``targets`` [T], counted from the first column, that are among the columns.
@@ -91,7 +91,7 @@ def reduce(
 
 
 def merge(parts: Tensor) -> Reduced:
-    """The reductions over all p sets of columns, given those of each, [3, p, T]."""
+    """Return the reductions over all p sets of columns, given those of each, [3, p, T]."""
     largest = parts[0].amax(0)
     shift = parts[0] - largest
     factor = shift.exp()
@@ -108,7 +108,8 @@ def to_gradient(
     temperature: float,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """The gradient of ``logits`` [T, C] in their type; all others [T], ``targets`` and ``soft_cap`` as in ``reduce``.
+    """Return the gradient of ``logits`` [T, C] in their type; all others [T], ``targets`` and ``soft_cap`` as in
+    ``reduce``.
 
     d logprob / dz = onehot - p;  d entropy / dz = -p (log p + entropy);  z = capped / temperature;
     d capped / d logits = 1 - (capped / soft_cap)^2.
@@ -126,12 +127,12 @@ def to_gradient(
 
 
 def _times(weight: Tensor, value: Tensor) -> Tensor:
-    """weight x value, with 0 x infinity = 0."""
+    """Return weight x value, with 0 x infinity = 0."""
     return torch.where(weight > 0, weight * value, 0.0)
 
 
 def _over_ranks(reduced: Reduced, target_logits: Tensor, group: dist.ProcessGroup) -> tuple[Reduced, Tensor]:
-    """The reductions over all ranks' columns, and the target logits, of which each is on one of the ranks."""
+    """Return the reductions over all ranks' columns, and the target logits, of which each is on one of the ranks."""
     largest = reduced.largest.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     # A rank that has padding alone has nothing, and no difference to the largest.
@@ -143,7 +144,8 @@ def _over_ranks(reduced: Reduced, target_logits: Tensor, group: dist.ProcessGrou
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right; on a GPU in the product itself, which then is not rounded to the factors' type either."""
+    """Add to a total, total += left @ right; on a GPU in the product itself, which then is not rounded to the factors'
+    type either."""
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
     else:
@@ -221,7 +223,7 @@ class _Torch:
 
 
 def _implementation(hidden: Tensor) -> Any:
-    """Chooses the reductions: Triton's on a GPU."""
+    """Choose the reductions: Triton's on a GPU."""
     if not hidden.is_cuda or hidden.dtype == torch.float64:
         return _Torch
     from rlhf_megatron.kernels import triton_linear_logprob

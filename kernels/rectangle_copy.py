@@ -19,7 +19,7 @@ _WORD_BYTES = 16  # the widest access of a GPU's thread
 
 
 def copy_rectangles_reference(targets: Sequence[Tensor], origins: Sequence[Tensor]) -> None:
-    """``targets[i].copy_(origins[i])`` for all i; shapes are equal in pairs, types may differ."""
+    """Do ``targets[i].copy_(origins[i])`` for all i; shapes are equal in pairs, types may differ."""
     if targets:
         torch._foreach_copy_(list(targets), list(origins))
 
@@ -28,7 +28,7 @@ class RectangleCopies:
     """Copies between fixed places, worked out once and carried out any number of times without allocating."""
 
     def __init__(self, targets: Sequence[Tensor], origins: Sequence[Tensor], use_triton: bool | None = None) -> None:
-        """Views [n] or [n, m] of one device, equal in shape in pairs; a GPU's views must have contiguous rows.
+        """Take views [n] or [n, m] of one device, equal in shape in pairs; a GPU's views must have contiguous rows.
 
         ``use_triton``: whether the kernel or the reference copies; by default the kernel where there is a GPU.
         """
@@ -39,7 +39,7 @@ class RectangleCopies:
             self._launches = _launches(self._targets, self._origins)
 
     def run(self) -> None:
-        """Carries them out on the current stream."""
+        """Carry them out on the current stream."""
         if not self._triton:
             copy_rectangles_reference(self._targets, self._origins)
         for launch in self._launches:
@@ -47,7 +47,7 @@ class RectangleCopies:
 
 
 def _launches(targets: Sequence[Tensor], origins: Sequence[Tensor]) -> list[Callable[[], None]]:
-    """One launch for each pair of types, and for places that allow the widest accesses and those that do not."""
+    """Launch once for each pair of types, and for places that allow the widest accesses and those that do not."""
     from rlhf_megatron.kernels.triton_rectangle_copy import launch
 
     jobs: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, ...]]] = defaultdict(list)
@@ -64,7 +64,8 @@ def _launches(targets: Sequence[Tensor], origins: Sequence[Tensor]) -> list[Call
 
 
 def _matrices(target: Tensor, origin: Tensor) -> list[tuple[int, ...]]:
-    """(address of origin, of target, rows, columns, row stride of origin, of target) of one rectangle, in elements."""
+    """Return (address of origin, of target, rows, columns, row stride of origin, of target) of one rectangle, in
+    elements."""
     addresses = origin.data_ptr(), target.data_ptr()
     if not (target.is_contiguous() and origin.is_contiguous()):
         if target.ndim != 2 or target.stride(1) != 1 or origin.stride(1) != 1:
@@ -78,7 +79,7 @@ def _matrices(target: Tensor, origin: Tensor) -> list[tuple[int, ...]]:
 
 
 def _is_aligned(job: tuple[int, ...], origin: Tensor, target: Tensor) -> bool:
-    """Returns whether every row begins and ends at a multiple of the widest access, on both sides."""
+    """Return whether every row begins and ends at a multiple of the widest access, on both sides."""
     of_origin, of_target, _, columns, origin_stride, target_stride = job
     distances = [
         of_origin, of_target, columns * origin.element_size(), columns * target.element_size(),
@@ -88,7 +89,7 @@ def _is_aligned(job: tuple[int, ...], origin: Tensor, target: Tensor) -> bool:
 
 
 def _tiles(table: Tensor) -> Tensor:
-    """[tiles, 3] int32: the row of ``table``, the first row and the first column of each tile."""
+    """Return [tiles, 3] int32: the row of ``table``, the first row and the first column of each tile."""
     rows = table[:, 2].add(ROWS - 1).div(ROWS, rounding_mode="floor")
     columns = table[:, 3].add(COLUMNS - 1).div(COLUMNS, rounding_mode="floor")
     counts = rows * columns

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def positions(cu_seqlens: Tensor, tokens: int, parts: int = 1, part: int = 0) -> Tensor:
-    """[tokens] int64: the place in its sequence of each token that rank ``part`` of ``parts`` has.
+    """Return [tokens] int64: the place in its sequence of each token that rank ``part`` of ``parts`` has.
 
     ``cu_seqlens`` [sequences + 1] are of the ``parts`` * ``tokens`` tokens of all. A rank has a piece from the front of
     each sequence and its counterpart from the back (see ``data.context.tokens_of_part``).
@@ -35,7 +35,8 @@ def rotate_reference(
     factor: float = 1.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """values [tokens, heads, d], angles [longest, n / 2] -> the first n numbers of each head turned, times ``factor``.
+    """Map values [tokens, heads, d], angles [longest, n / 2] -> the first n numbers of each head turned, times
+    ``factor``.
 
     Each pair (i, i + n / 2), or with ``interleaved`` (2i, 2i + 1), is turned by its angle; the rest of a head is as it
     was. Rounded once, from float32 or from float64 of ``values``.
@@ -59,7 +60,7 @@ def rotate(
     factor: float = 1.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """As the reference, and without a gradient of ``angles``; a head's numbers must be contiguous on a GPU."""
+    """Do as the reference does, and without a gradient of ``angles``; a head's numbers must be contiguous on a GPU."""
     if not values.is_cuda:
         return rotate_reference(values, cu_seqlens, angles, parts, part, factor, interleaved)
     rotated: Tensor = Rotation.apply(values, cu_seqlens, angles, parts, part, factor, interleaved)
@@ -89,7 +90,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient of ``values``."""
+        """Return the gradient of ``values``."""
         from rlhf_megatron.kernels.triton_rotary import launch
 
         gradient = launch(gradients[0].contiguous(), *ctx.saved_tensors, *ctx.how, back=True)

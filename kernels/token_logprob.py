@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 def token_logprobs_reference(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[n] float32, of ``tokens`` [n] int64 by ``logits`` [n, vocabulary], which may be -inf but not all of a row."""
+    """Return [n] float32, of ``tokens`` [n] int64 by ``logits`` [n, vocabulary], which may be -inf but not all of a
+    row."""
     return logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """As the reference; a GPU's rows must be contiguous."""
+    """Do as the reference does; a GPU's rows must be contiguous."""
     if not logits.is_cuda:
         return token_logprobs_reference(logits, tokens)
     from rlhf_megatron.kernels.triton_token_logprob import launch

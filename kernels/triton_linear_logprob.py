@@ -13,7 +13,7 @@ WARPS = 4
 
 @triton.jit
 def _capped(products, soft_cap):  # type: ignore[no-untyped-def]
-    """soft_cap x tanh(products / soft_cap); tanh(x) = 2 sigmoid(2 x) - 1."""
+    """Cap products: soft_cap x tanh(products / soft_cap); tanh(x) = 2 sigmoid(2 x) - 1."""
     return soft_cap * (2 * tl.sigmoid(2 * products / soft_cap) - 1)
 
 
@@ -30,7 +30,7 @@ def _reduce(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     COLUMNS: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """A piece of one row."""
+    """Reduce a piece of one row."""
     tokens, pieces = tl.num_programs(0), tl.num_programs(1)
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COLUMNS
@@ -71,7 +71,7 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """A piece of one row, in place."""
+    """Turn a piece of one row into its gradient, in place."""
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -125,7 +125,7 @@ def to_gradient(
     temperature: float,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See ``linear_logprob.to_gradient``; returns ``logits`` itself."""
+    """See ``linear_logprob.to_gradient``; return ``logits`` itself."""
     tokens, columns = logits.shape
     if tokens:
         _to_gradient[(tokens, triton.cdiv(columns, PIECE))](

@@ -48,7 +48,7 @@ def _copy_tile(  # type: ignore[no-untyped-def] # Triton looks names of annotati
 
 
 def launch(jobs: Tensor, tiles: Tensor, origin: torch.dtype, target: torch.dtype, aligned: bool) -> Callable[[], None]:
-    """A function that copies ``jobs`` [j, 6] int64 by ``tiles`` [t, 3] int32 (see ``rectangle_copy``)."""
+    """Return a function that copies ``jobs`` [j, 6] int64 by ``tiles`` [t, 3] int32 (see ``rectangle_copy``)."""
     grid = (len(tiles),)
     return functools.partial(
         _copy_tile[grid], jobs, tiles, _TYPES[origin], _TYPES[target], aligned, ROWS, COLUMNS, num_warps=8

@@ -24,7 +24,7 @@ from rlhf_megatron.runtime.rank_logs import redirect_output
 
 @command
 def main() -> int:
-    """Returns the exit status: 0 done, 2 for input that is not right."""
+    """Return the exit status: 0 done, 2 for input that is not right."""
     check_environment(os.environ)
     redirect_output(os.environ)
     if was_refused():
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def evaluate(recipe: RolloutRecipe) -> int:
-    """Does this rank's part."""
+    """Do this rank's part."""
     recipe = with_folders(recipe, weights=True)
     from rlhf_megatron.evaluation.standalone import evaluate as run
 

@@ -24,7 +24,7 @@ from rlhf_megatron.runtime.command import ArgumentParser, command, number_of_gpu
 
 @command
 def main() -> int:
-    """Returns the exit status: 0 done, 1 where nothing fits, 2 for input that is not right."""
+    """Return the exit status: 0 done, 1 where nothing fits, 2 for input that is not right."""
     parser = ArgumentParser(
         description="List layouts of a recipe that fit so many GPUs: the one whose steps are expected to be fastest, "
         "and below it the fastest of those that need less memory. Needs no GPU and no weights.",
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def terms_line(candidate: Candidate, world: int) -> str:
-    """Seconds of a step, and of the start, that grow with the number of GPUs."""
+    """Return seconds of a step, and of the start, that grow with the number of GPUs."""
     architectures = planned_architectures(candidate.recipe)
     terms = step_terms(candidate.recipe, architectures, world, candidate.time)
     start = sum(expected_start(candidate.recipe, architectures, world).values())
@@ -63,8 +63,8 @@ def terms_line(candidate: Candidate, world: int) -> str:
 
 
 def table(candidates: Sequence[Candidate], world: int, steps: int, price: float | None) -> Table:
-    """A row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory, GB of
-    weights between hosts where there are several, and the layout."""
+    """Return a row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory,
+    GB of weights between hosts where there are several, and the layout."""
     several = world > candidates[0].recipe.cluster.gpus_per_node
     layouts = Table(box=None, header_style="bold")
     for name in (

@@ -49,7 +49,7 @@ class Task:
 
 @command
 def main() -> int:
-    """Returns the exit status: 0 submitted or shown, 2 for input that is not right, or sbatch's own."""
+    """Return the exit status: 0 submitted or shown, 2 for input that is not right, or sbatch's own."""
     parser = ArgumentParser(description=__doc__)
     add_recipe_arguments(parser, "; its section slurm describes the job")
     parser.add_argument("--nodes", type=int, help="instead of the recipe's slurm.nodes")
@@ -72,8 +72,9 @@ def main() -> int:
 
 
 def tasks_of(path: str, overrides: Sequence[str], recipe: Recipe, array: str | None) -> list[Task]:
-    """The runs of the job, each checked as launch/train.py would; in an array a run without a name of its own gets
-    NAME-K. Raises UserError for what cannot run, a run that asks for another job, or a file that cannot be read."""
+    """Return the runs of the job, each checked as launch/train.py would; in an array a run without a name of its own
+    gets NAME-K. Raises UserError for what cannot run, a run that asks for another job, or a file that cannot be
+    read."""
     if array is None:
         return [_task(list(overrides), recipe, path)]
     try:
@@ -136,7 +137,8 @@ def _task(overrides: list[str], recipe: Recipe, where: str) -> Task:
 
 
 def frozen_recipe(path: str) -> str | None:
-    """The recipe as its file stands now, for the script to carry; None, with a warning, where it holds a secret."""
+    """Return the recipe as its file stands now, for the script to carry; None, with a warning, where it holds a
+    secret."""
     text = frozen_yaml(path)
     values = yaml.safe_load(text)
     if redact(values) == values:
@@ -150,7 +152,7 @@ def frozen_recipe(path: str) -> str | None:
 
 
 def job_script(path: str, frozen: str | None, recipe: Recipe, tasks: Sequence[Task], is_array: bool) -> str:
-    """The text for sbatch. Raises UserError where a value has a character that no script can carry.
+    """Return the text for sbatch. Raises UserError where a value has a character that no script can carry.
 
     ``frozen``: the text of the recipe at ``path``; None where the job is to read that.
     """
@@ -186,7 +188,7 @@ def job_script(path: str, frozen: str | None, recipe: Recipe, tasks: Sequence[Ta
 
 
 def sbatch_options(recipe: Recipe, tasks: int | None) -> list[str]:
-    """The options of sbatch in the script, the recipe's own last; ``tasks`` is the size of an array."""
+    """Return the options of sbatch in the script, the recipe's own last; ``tasks`` is the size of an array."""
     slurm = recipe.slurm
     minutes = max(1, round(slurm.time_limit_hours * 60))
     logs = RunFolder(recipe.run_root, recipe.name).path / "logs"
@@ -220,14 +222,14 @@ def _srun_options(recipe: Recipe) -> list[str]:
 
 
 def python_of(recipe: Recipe) -> str:
-    """The Python that runs on the nodes."""
+    """Return the Python that runs on the nodes."""
     if recipe.slurm.container:
         return "python3"
     return str(Path(recipe.slurm.venv) / "bin" / "python") if recipe.slurm.venv else sys.executable
 
 
 def quoted(value: str) -> str:
-    """``value`` as one word of a shell; raises UserError where it would end the line."""
+    """Return ``value`` as one word of a shell; raises UserError where it would end the line."""
     return shlex.quote(_printable(value))
 
 
@@ -238,7 +240,7 @@ def _printable(value: str) -> str:
 
 
 def submit(script: str, recipe: Recipe, tasks: Sequence[Task]) -> int:
-    """Hands the script to sbatch and says where the runs are; returns sbatch's exit status."""
+    """Hand the script to sbatch and say where the runs are; return sbatch's exit status."""
     if shutil.which("sbatch") is None:
         raise UserError("sbatch: there is no Slurm on this machine; submit from a login node, or use --print")
     folder = RunFolder(recipe.run_root, recipe.name).path

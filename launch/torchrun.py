@@ -59,7 +59,7 @@ class Agent(LocalElasticAgent):
 
 
 def refusal_in(failures: dict[int, ProcessFailure]) -> ProcessFailure | None:
-    """The failure of a rank whose input is not right, and would not be right in another attempt."""
+    """Return the failure of a rank whose input is not right, and would not be right in another attempt."""
     for failure in failures.values():
         traits: Any = failure.error_file_data.get("errorTraits")
         may_pass = isinstance(traits, dict) and traits.get("retryability") == "True"
@@ -69,7 +69,7 @@ def refusal_in(failures: dict[int, ProcessFailure]) -> ProcessFailure | None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Returns whether a record of torchrun's log says more than the ranks, or its own list of failures, do."""
+    """Return whether a record of torchrun's log says more than the ranks, or its own list of failures, do."""
     if str(record.msg).startswith("failed (exitcode") and isinstance(record.args, tuple):
         return record.args[:1] != (INPUT_STATUS,)
     return not str(record.msg).startswith("Sending process")  # to end with the first that failed
@@ -77,7 +77,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 @command
 def main() -> int:
-    """Serves the store of the rendezvous, if it is on this machine, and does what torchrun does; returns the status."""
+    """Serve the store of the rendezvous, if it is on this machine, and do what torchrun does; return the status."""
     parser = run.get_args_parser()
     parser.error = refuse  # type: ignore[method-assign, assignment]
     options: argparse.Namespace = parser.parse_args()
@@ -107,12 +107,12 @@ def main() -> int:
 
 
 def refuse(message: str) -> NoReturn:
-    """Tells in one line what argparse complains of."""
+    """Tell in one line what argparse complains of."""
     raise UserError(f"torchrun: {message}; --help tells what there is")
 
 
 def serve_rendezvous(options: argparse.Namespace) -> dist.TCPStore | None:
-    """Serves the store of the rendezvous where that is on this machine, and has torchrun use it."""
+    """Serve the store of the rendezvous where that is on this machine, and have torchrun use it."""
     nodes = run.parse_min_max_nnodes(options.nnodes)[1]
     if options.standalone and nodes > 1:
         raise UserError(f"--standalone is one node, and --nnodes={shown(options.nnodes)} would wait for more; give one")
@@ -138,7 +138,7 @@ def serve_rendezvous(options: argparse.Namespace) -> dist.TCPStore | None:
 
 
 def configured(options: argparse.Namespace) -> tuple[api.LaunchConfig, Any, list[str]]:
-    """The launch that the options ask for; raises ValueError or AssertionError where they are not right."""
+    """Return the launch that the options ask for; raises ValueError or AssertionError where they are not right."""
     ranks = run.determine_local_world_size(options.nproc_per_node)
     if not 1 <= ranks <= MOST_RANKS:
         raise UserError(f"--nproc-per-node={ranks}: must be from 1 to {MOST_RANKS}")
@@ -155,7 +155,7 @@ def configured(options: argparse.Namespace) -> tuple[api.LaunchConfig, Any, list
 
 
 def lost_seconds_of(config: api.LaunchConfig) -> float:
-    """The seconds without an answer of the rendezvous after which its node is lost; raises UserError."""
+    """Return the seconds without an answer of the rendezvous after which its node is lost; raises UserError."""
     given = config.rdzv_configs.get("lost_seconds", LOST_SECONDS)
     try:
         seconds = float(given)
@@ -167,7 +167,7 @@ def lost_seconds_of(config: api.LaunchConfig) -> float:
 
 
 def status_of(error: ChildFailedError) -> int:
-    """Tells which rank has failed first, unless a rank has told why it refuses its input; returns the exit status."""
+    """Tell which rank has failed first, unless a rank has told why it refuses its input; return the exit status."""
     refusal = refusal_in(error.failures)
     if refusal is None:
         print(error, file=sys.stderr)

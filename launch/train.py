@@ -30,7 +30,7 @@ from rlhf_megatron.runtime.signals import end_with_parent, stop_signals
 
 @command
 def main() -> int:
-    """Returns the exit status: 0 done, 2 for input that is not right, 85 stopped and to be started again."""
+    """Return the exit status: 0 done, 2 for input that is not right, 85 stopped and to be started again."""
     check_environment(os.environ)
     redirect_output(os.environ)
     if was_refused():
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def show_plan(recipe: AnyRecipe, world_size: int) -> int:
-    """Prints the plan and what checks of files saw, then every mistake that was found; returns the exit status."""
+    """Print the plan and what checks of files saw, then every mistake that was found; return the exit status."""
     from rlhf_megatron.data.epochs import planned_in_steps
     from rlhf_megatron.planning.model_folders import is_elsewhere
     from rlhf_megatron.planning.report import plan_errors, plan_text
@@ -87,13 +87,14 @@ def show_plan(recipe: AnyRecipe, world_size: int) -> int:
 
 
 def planned_world(asked: str | None) -> int:
-    """The GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above 0."""
+    """Return the GPUs to plan for: those of ``--world``, or torchrun's; raises UserError where that is no number above
+    0."""
     where, text = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")) if asked is None else ("--world", asked)
     return number_of_gpus(where, text)
 
 
 def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
-    """Runs the recipe's loop on this rank; returns the exit status."""
+    """Run the recipe's loop on this rank; return the exit status."""
     run_folder = Path(recipe.run_root) / recipe.name
     recipe = with_run_folders(recipe, run_folder, functools.partial(commits_of_checkpoint, resume))
     from rlhf_megatron.loops.run import run
@@ -102,7 +103,8 @@ def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
 
 
 def commits_of_checkpoint(resume: str) -> dict[str, str]:
-    """The commits of the hub's models that the run of a checkpoint began with; none where no checkpoint is named."""
+    """Return the commits of the hub's models that the run of a checkpoint began with; none where no checkpoint is
+    named."""
     commits: dict[str, str] = {} if resume in ("auto", "none") else read_manifest(Path(resume)).state.get("hub", {})
     return commits
 

@@ -1,6 +1,6 @@
 """rlhf_megatron: RLHF and RLVR of large language models, one SPMD process per GPU, Megatron-core and vLLM.
 
-Importing the package imports nothing else, so that `--help`, `--dry-run` and the recipe checks stay fast and run
+Importing the package imports nothing else, so that ``--help``, ``--dry-run`` and the recipe checks stay fast and run
 without torch, Megatron or vLLM.
 """
 

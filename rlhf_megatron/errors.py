@@ -8,14 +8,14 @@ from rlhf_megatron.redaction import hide_secrets
 
 
 class UserError(ValueError):
-    """Bad input, described in one line; commands print it as `error: ...` and exit with status 2."""
+    """Bad input, described in one line; commands print it as ``error: ...`` and exit with status 2."""
 
     def __str__(self) -> str:
         """Return the line without secrets, which a recipe's value or a server's answer may bring into it."""
         return hide_secrets(super().__str__())
 
     is_transient = False
-    """True if another attempt with the same input may do, as where a service was away; see `is_transient`."""
+    """True if another attempt with the same input may do, as where a service was away; see ``is_transient``."""
 
 
 def is_transient(error: BaseException) -> bool:

@@ -56,7 +56,7 @@ class NoConnectionError(ExchangeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's response; of an error's `body`, at most ERROR_BYTES."""
+    """A server's response; of an error's ``body``, at most ERROR_BYTES."""
 
     status: int
     reason: str
@@ -70,7 +70,7 @@ class Answer:
 
 
 class HttpClient:
-    """Posts JSON to one URL; any number of threads may do so at a time."""
+    """Client that posts JSON to one URL; any number of threads may do so at a time."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         """Read the proxy from the environment as urllib does; nothing is sent yet.
@@ -96,7 +96,7 @@ class HttpClient:
             raise ValueError(reason) from None
 
     def post(self, body: bytes, seconds: float, most_bytes: int) -> Answer:
-        """Return the answer, or raise after `seconds`: for name lookup, connection, request and answer together.
+        """Return the answer, or raise after ``seconds``: for name lookup, connection, request and answer together.
 
         Args:
             body: JSON.
@@ -130,7 +130,8 @@ class HttpClient:
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """Looks up names in daemon threads: a lookup that hangs keeps neither others nor the process's end waiting."""
+    """Event loop that looks up names in daemon threads: a lookup that hangs keeps neither others nor the process's end
+    waiting."""
 
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[*_Ts], _T], *args: *_Ts
@@ -151,20 +152,20 @@ def _settle(future: concurrent.futures.Future[Any], function: Callable[..., Any]
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """The authorities that this machine trusts, whose reading takes as long as many exchanges."""
+    """Return the authorities that this machine trusts, whose reading takes as long as many exchanges."""
     return ssl.create_default_context()
 
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all exchanges of this process, which runs as long as it does."""
+    """Return the loop of all exchanges of this process, which runs as long as it does."""
     loop = _EventLoop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
     return loop
 
 
 def _proxy_of(url: str) -> str | None:
-    """The proxy that urllib would take for a URL, by `http_proxy`, `https_proxy` and `no_proxy`."""
+    """Return the proxy that urllib would take for a URL, by ``http_proxy``, ``https_proxy`` and ``no_proxy``."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
@@ -173,7 +174,8 @@ def _proxy_of(url: str) -> str | None:
 
 
 def _cause(error: BaseException) -> str:
-    """The operating system's word for what went wrong, which libraries keep in a cause; or else the error's own."""
+    """Return the operating system's word for what went wrong, which libraries keep in a cause; or else the error's
+    own."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, ssl.SSLError | socket.gaierror) and inner.strerror:

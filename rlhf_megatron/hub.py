@@ -99,7 +99,7 @@ def folder_of(repository: Repository, commit: str, patterns: Sequence[str], left
     """Return the folder of the cache with a commit's files of these patterns, which are downloaded where they are not
     there.
 
-    Raises HubError: see `commit_of`; or the disk is full, or the hub ends the connection more than a few times.
+    Raises HubError: see ``commit_of``; or the disk is full, or the hub ends the connection more than a few times.
     """
     fixed = repository._replace(revision=commit)
     found = _complete(fixed, patterns, left_out)
@@ -195,7 +195,7 @@ def _cached(repository: Repository, patterns: Sequence[str], left_out: Sequence[
 
 
 def _token() -> str | bool:
-    """The token of the environment; False: none, so that no other one is looked for."""
+    """Return the token of the environment; False: none, so that no other one is looked for."""
     return read_secret("HF_TOKEN") or False
 
 
@@ -249,7 +249,7 @@ def _told(repository: Repository) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, without the address."""
+    """Return the first line of an error, without the address."""
     return shown(re.sub(r"https?://\S+", "...", reason_of(error)), 200)
 
 

@@ -1,7 +1,7 @@
 """The hiding of secrets in all that is written: by the name of a key, by their shape, and by value.
 
-A value is hidden under a name such as `api_key`; a text loses what has the form of a secret, such as `Bearer ...`, and
-what an environment variable with such a name holds. A secret that has neither name nor form and lies in no variable
+A value is hidden under a name such as ``api_key``; a text loses what has the form of a secret, such as ``Bearer ...``,
+and what an environment variable with such a name holds. A secret that has neither name nor form and lies in no variable
 cannot be told from other text.
 """
 
@@ -81,11 +81,11 @@ _COOKIE = re.compile(r"(cookie[\"']?\s{0,4}[:=]\s{0,4}[\"']?)[\w.-]{1,100}+=[^\n
 _LOGIN_ARGUMENT = re.compile(r"(?<!\S)((?:-u|--user)[ \t=]{1,4}[\"']?[^\s:\"']{1,100}:)[^\s\"']+")
 _ARGUMENT = re.compile(rf"(?<!\S)(--([A-Za-z][\w-]{{0,100}})[ \t]{{1,4}})[\"']?(?!-)[^\s\"']{{{SHORTEST},}}")
 _ELEMENT = re.compile(r"(<([A-Za-z][\w.:-]{0,100})>)[^<>]+(?=</)")
-# What stands before a value in `name=value`, `"name": "value"` and `?name=value`, and the value.
+# What stands before a value in ``name=value``, ``"name": "value"`` and ``?name=value``, and the value.
 _NAME = re.compile(
     r"(?:(?<![\w.])|(?<=%3F)|(?<=%26))([A-Za-z_][\w.\-]{0,100}+)(\\{0,3}[\"']?\s{0,4}(?:=>|->|[:=]|%3[Dd])\s{0,4})"
 )
-# A value that ends in a sign, as in `auth= key: x`, goes on behind it.
+# A value that ends in a sign, as in ``auth= key: x``, goes on behind it.
 _VALUE = re.compile(
     r"(?:[^\s,;&\"'\])}]+[:=]\s{1,4})*+(?:\\{1,3}[\"'][^\"']*|b?\"[^\"]*\"|b?'[^']*'|[^\s,;&\"'\])}]+)?"
 )
@@ -105,7 +105,7 @@ def read_secret(variable: str) -> str:
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether what stands under a name is a secret: `api_key`, `pwd`; not `max_tokens`, `author`."""
+    """Return whether what stands under a name is a secret: ``api_key``, ``pwd``; not ``max_tokens``, ``author``."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] == "environment":  # it names a variable, as header_environment does
         return False
@@ -119,7 +119,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_parameter(name: str) -> bool:
-    """Return whether a parameter of that name in a URL authorises, such as `?token=` and `?sig=`."""
+    """Return whether a parameter of that name in a URL authorises, such as ``?token=`` and ``?sig=``."""
     return name.lower() in _URL_PARAMETERS or is_secret_name(name)
 
 
@@ -144,8 +144,8 @@ def hide_secrets(text: str) -> str:
 def secret_values(variables: Sequence[str] = ()) -> list[str]:
     """Return what the environment's secrets are, the longest first.
 
-    They are the values of variables with a secret's name, of those that `read_secret` has read, and of `variables`; of
-    `Bearer x` also the x, and of a URL also its path, which is a webhook's secret part.
+    They are the values of variables with a secret's name, of those that ``read_secret`` has read, and of ``variables``;
+    of ``Bearer x`` also the x, and of a URL also its path, which is a webhook's secret part.
     """
     named = {name for name in os.environ if is_secret_name(name) and not _is_no_secret_of_a_shell(name)}
     secrets = {form for name in named.union(_declared, variables) for form in _forms(os.environ.get(name, "").strip())}
@@ -154,13 +154,14 @@ def secret_values(variables: Sequence[str] = ()) -> list[str]:
 
 
 def _is_no_secret_of_a_shell(name: str) -> bool:
-    """Folders, sockets and files: PWD, SSH_AUTH_SOCK, DESKTOP_SESSION."""
+    """Return folders, sockets and files: PWD, SSH_AUTH_SOCK, DESKTOP_SESSION."""
     return name in ("PWD", "OLDPWD") or name.endswith(("_SOCK", "SESSION", "_FILE", "_PATH", "_DIR", "_DIRECTORY"))
 
 
 @functools.lru_cache(maxsize=1024)
 def _forms(value: str) -> frozenset[str]:
-    """A secret and its parts, each also as URLs, JSON, Python, HTML, hexadecimal digits and base64 would hold it."""
+    """Return a secret and its parts, each also as URLs, JSON, Python, HTML, hexadecimal digits and base64 would hold
+    it."""
     parts = [part for part in _parts(value) if len(part) >= SHORTEST]
     return frozenset(form for part in parts for form in _encoded(part) if len(form) >= SHORTEST)
 
@@ -198,7 +199,8 @@ def _parts(value: str) -> Iterator[str]:
 
 
 def _variables_named_in(value: Any) -> list[str]:
-    """The variables that a recipe names as holding a secret: what stands under `header_environment` and the like."""
+    """Return the variables that a recipe names as holding a secret: what stands under ``header_environment`` and the
+    like."""
     names, waiting, seen = [], [value], set()
     while waiting:
         item = waiting.pop()
@@ -253,7 +255,7 @@ def _without_shapes(text: str) -> str:
 
 
 def _without_pairs(text: str) -> str:
-    """Hides the value in each `name=value` and `name: value` with a secret's name; values may hold further pairs.
+    """Hide the value in each ``name=value`` and ``name: value`` with a secret's name; values may hold further pairs.
 
     Linear in the text: a value is looked for behind a secret's name alone, and what it covers is passed over.
     """

@@ -16,7 +16,7 @@ RECIPES = "recipes/"
 def shipped_path(text: str) -> str:
     """Return a path as it is, unless it begins with recipes/, is not in the working directory, and is shipped.
 
-    Also of `FILE.py:NAME`. The shipped file's path is absolute.
+    Also of ``FILE.py:NAME``. The shipped file's path is absolute.
     """
     if not text.startswith(RECIPES) or "\0" in text:
         return text
@@ -27,7 +27,7 @@ def shipped_path(text: str) -> str:
 def recipe_file(text: str | Path, folder: Path = Path()) -> Path:
     """Return the file of a recipe: the path, relative to ``folder``, or if there is none the shipped recipe so named.
 
-    `qwen7b_grpo`, `qwen7b_grpo.yaml`, `recipes/qwen7b_grpo.yaml` and `overlays/dapo` name shipped ones.
+    ``qwen7b_grpo``, ``qwen7b_grpo.yaml``, ``recipes/qwen7b_grpo.yaml`` and ``overlays/dapo`` name shipped ones.
     """
     path, name = folder / text, str(text).removeprefix(RECIPES).removesuffix(".yaml")
     shipped = f"{SHIPPED / RECIPES / name}.yaml"

@@ -55,10 +55,10 @@ def opened(path: str | Path, error_class: type[UserError]) -> Iterator[BinaryIO]
 
 
 def read_bytes(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file; see `opened`.
+    """Return the content of a regular file; see ``opened``.
 
     Raises:
-        error_class: as `opened` does, and where the file is larger than `most_bytes`.
+        error_class: as ``opened`` does, and where the file is larger than ``most_bytes``.
     """
     with opened(path, error_class) as file:
         # A file of /proc has a size of 0, and some have nothing to read yet.
@@ -73,7 +73,7 @@ def check_regular(path: str | Path, error_class: type[UserError], most_bytes: in
     """Check that a path is a regular file, for a library that is to open it by its name.
 
     Raises:
-        error_class: see `read_bytes`.
+        error_class: see ``read_bytes``.
     """
     try:
         status = os.stat(path)
@@ -88,7 +88,7 @@ def check_regular(path: str | Path, error_class: type[UserError], most_bytes: in
 
 
 def read_text(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a regular file in UTF-8; see `read_bytes`."""
+    """Return the text of a regular file in UTF-8; see ``read_bytes``."""
     try:
         return read_bytes(path, error_class, most_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -96,7 +96,7 @@ def read_text(path: str | Path, error_class: type[UserError], most_bytes: int = 
 
 
 def read_json(path: str | Path, error_class: type[UserError], most_bytes: int = MOST_BYTES) -> Any:
-    """Return the JSON value in a regular file; see `read_bytes` and `parse_json`."""
+    """Return the JSON value in a regular file; see ``read_bytes`` and ``parse_json``."""
     return parse_json(read_text(path, error_class, most_bytes), str(path), error_class)
 
 
@@ -143,12 +143,12 @@ def is_within_levels(value: Any, most_levels: int = MOST_LEVELS) -> bool:
 
 
 def _inner(items: Iterable[Any]) -> list[Any]:
-    """The lists and dicts among items, each object once: aliases of YAML can double at each level."""
+    """Return the lists and dicts among items, each object once: aliases of YAML can double at each level."""
     return list({id(item): item for item in items if isinstance(item, (dict, list))}.values())
 
 
 def shown(text: object, most: int = 200) -> str:
-    """Return a stranger's text for one line of an error: control characters escaped, cut after `most` characters."""
+    """Return a stranger's text for one line of an error: control characters escaped, cut after ``most`` characters."""
     whole = str(text)
     cut = whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
@@ -180,6 +180,6 @@ def _finite(text: str) -> float:
 
 
 def kind_of(mode: int) -> str:
-    """Return what a file of this `st_mode` is, in words, where it is no regular one."""
+    """Return what a file of this ``st_mode`` is, in words, where it is no regular one."""
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFLNK: "a link"}
     return kinds.get(stat.S_IFMT(mode), "a device")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def called(main: Callable[[Sequence[str]], int], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The status and output of the command."""
+    """Return the status and output of the command."""
     words = [str(argument) for argument in arguments]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -42,7 +42,7 @@ class Tab:
         return result["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        """Waits until an expression is true; a test's limit of time ends what never is."""
+        """Wait until an expression is true; a test's limit of time ends what never is."""
         while not await self.evaluate(expression):
             await asyncio.sleep(0.05)
 
@@ -54,7 +54,7 @@ class Tab:
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     async def point_at(self, selector: str) -> None:
-        """Moves the pointer to the middle of an element."""
+        """Move the pointer to the middle of an element."""
         x, y = await self.evaluate(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
@@ -68,7 +68,7 @@ class Tab:
 
 @contextlib.asynccontextmanager
 async def browser(folder: Path) -> AsyncIterator[Tab]:
-    """A tab of a new browser, whose files lie in a folder."""
+    """Open a tab of a new browser, whose files lie in a folder."""
     assert CHROMIUM is not None
     process = subprocess.Popen(
         [CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],

@@ -19,8 +19,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# tests/fuzz asks for no number of examples of its own: few and always the same ones in `make test`, many new ones in
-# `make fuzz`. No deadline: a loaded machine is no failure.
+# tests/fuzz asks for no number of examples of its own: few and always the same ones in ``make test``, many new ones in
+# ``make fuzz``. No deadline: a loaded machine is no failure.
 settings.register_profile("few", max_examples=40, derandomize=True, deadline=None)
 settings.register_profile("many", max_examples=5000, deadline=None, print_blob=True)
 settings.load_profile("few")

@@ -35,6 +35,6 @@ def written(path: Path, content: pyarrow.Table, **options: Any) -> Path:
 
 
 def opened(tokenizer: Tokenizer, *files: Path | str, **values: Any) -> list[Prompt | LeftOut]:
-    """What all rows of files are, as a run finds out when it starts."""
+    """Return what all rows of files are, as a run finds out when it starts."""
     section = DataSection(train_files=["x"], max_prompt_length=200, **values)
     return list(PromptDataset(files, tokenizer, section).read_all())

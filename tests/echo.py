@@ -9,7 +9,8 @@ from rlhf_megatron.rollout.engine import Completion, EnvironmentReply
 
 
 class Echo:
-    """Answers each of the model's turns that ends by a stop token with two tokens, up to so many turns."""
+    """Environment that answers each of the model's turns that ends by a stop token with two tokens, up to so many
+    turns."""
 
     ANSWER = (7, 8)
 

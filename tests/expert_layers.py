@@ -21,7 +21,8 @@ class _Alone:
 def make_layer(
     rows: int, columns: int, dtype: torch.dtype, device: str, bias: bool, apart: bool = False
 ) -> ExpertLinear:
-    """One of drawn weights that adds its biases itself; weights, and sums of their gradients, may lie ``apart``."""
+    """Return one of drawn weights that adds its biases itself; weights, and sums of their gradients, may lie
+    ``apart``."""
     sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size")
     config = SimpleNamespace(use_cpu_initialization=device == "cpu", params_dtype=dtype, **dict.fromkeys(sizes, 1))
     layer = ExpertRows(
@@ -48,7 +49,7 @@ def make_layer(
 
 
 def differences(layer: ExpertLinear, tokens: list[int], fused: bool) -> dict[str, float]:
-    """Of outputs and gradients from those in float64, relative to the largest number of each.
+    """Return differences of outputs and gradients from those in float64, relative to the largest number of each.
 
     ``fused``: a weight's gradient is to be added to what is in its ``main_grad``.
     """

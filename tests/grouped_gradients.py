@@ -16,7 +16,7 @@ SHAPES = ((24, 8), (ROWS + 8, COLUMNS + 8))  # of an expert's matrix: within a t
 
 
 def check_kernel(device: str, dtype: torch.dtype) -> None:
-    """The kernel against float64, where experts have no tokens, and rows of tokens are parts of longer ones."""
+    """Check the kernel against float64, where experts have no tokens, and rows of tokens are parts of longer ones."""
     generator = torch.Generator().manual_seed(1)
     for tokens, (rows, columns) in itertools.product(TOKENS, SHAPES):
         total = torch.randn(len(tokens), rows, columns, generator=generator)
@@ -28,7 +28,7 @@ def check_kernel(device: str, dtype: torch.dtype) -> None:
 
 
 def check(found: Tensor, total: Tensor, gradients: Tensor, inputs: Tensor, tokens: list[int]) -> None:
-    """``found`` are the sums with the gradients in them; those of an expert without tokens are as they were."""
+    """Check ``found``, the sums with the gradients in them; those of an expert without tokens are as they were."""
     expected = total.double()
     add_grouped_gradient_reference(expected, gradients.cpu(), inputs.cpu(), tokens)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-4)
@@ -37,7 +37,8 @@ def check(found: Tensor, total: Tensor, gradients: Tensor, inputs: Tensor, token
 
 
 def let_loops_end_at_tensors() -> None:
-    """Numpy 2.4 makes no index of an array with one element, which Triton 3.6's interpreter asks for in ``range``."""
+    """Let loops end at tensors: numpy 2.4 makes no index of an array with one element, which Triton 3.6's interpreter
+    asks for in ``range``."""
     from triton.runtime import interpreter
 
     usual: Any = interpreter._patch_lang_tensor

@@ -60,7 +60,7 @@ class HubServer(ThreadingHTTPServer):
         return served
 
     def downloads(self) -> list[str]:
-        """The paths of the files whose content was asked for."""
+        """Return the paths of the files whose content was asked for."""
         asked = [path.rsplit("/", 1)[1] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
         return sorted(asked)
 

@@ -416,7 +416,7 @@ def make_model(
     classifier: bool = False,
     **fields: Any,
 ) -> Path:
-    """Saves a model with 4 layers, 4 heads and 2 key-value heads; every weight random, also norms and biases.
+    """Save a model with 4 layers, 4 heads and 2 key-value heads; every weight random, also norms and biases.
 
     A ``classifier`` has one label in place of the output layer. ``fields`` of the config may say otherwise.
     """
@@ -479,36 +479,36 @@ def fill(model: Any, seed: int = 0) -> None:
 
 
 def auto_class(config: Any) -> Any:
-    """Transformers' class for a whole model: with its vision tower, where it has one."""
+    """Return transformers' class for a whole model: with its vision tower, where it has one."""
     return AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM
 
 
 def load_model(folder: Path, **fields: Any) -> Any:
-    """The folder's model, or one with other ``fields``, in float32 and ready to train (there is no dropout)."""
+    """Return the folder's model, or one with other ``fields``, in float32 and ready to train (there is no dropout)."""
     kind = auto_class(AutoConfig.from_pretrained(folder))
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **fields)
 
 
 def load_classifier(folder: Path) -> Any:
-    """The same for a folder with a sequence classification model."""
+    """Return the same for a folder with a sequence classification model."""
     return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
 def row_values(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """[tokens of the response]: what a classifier's head says at the token before each, differentiable."""
+    """Return [tokens of the response]: what a classifier's head says at the token before each, differentiable."""
     hidden = model.model(torch.tensor([[*prompt, *response]])).last_hidden_state[0]
     values: Tensor = model.score(hidden)[len(prompt) - 1 : -1, 0]
     return values
 
 
 def row_score(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """A scalar: the classifier's own output for the row, differentiable."""
+    """Return a scalar: the classifier's own output for the row, differentiable."""
     score: Tensor = model(torch.tensor([[*prompt, *response]])).logits[0, 0]
     return score
 
 
 def random_rows(count: int, vocabulary: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and responses of ragged lengths."""
+    """Return prompts and responses of ragged lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -520,13 +520,13 @@ def random_rows(count: int, vocabulary: int, seed: int = 0) -> tuple[list[list[i
 
 
 def row_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """[tokens of the row, vocabulary]"""
+    """Return [tokens of the row, vocabulary]"""
     logits: Tensor = model(torch.tensor([[*prompt, *response]])).logits[0]
     return logits
 
 
 def row_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """[tokens of the response]: the logprob of each, differentiable."""
+    """Return [tokens of the response]: the logprob of each, differentiable."""
     logits = row_logits(model, prompt, response)[len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(list(response))[:, None])[:, 0]
 
@@ -540,7 +540,7 @@ def train(
     clip: float,
     epsilon: float,
 ) -> tuple[list[float], list[float]]:
-    """Mean-token negative log likelihood by torch's AdamW; (losses, gradient norms before clipping)."""
+    """Train mean-token negative log likelihood by torch's AdamW; (losses, gradient norms before clipping)."""
 
     def loss() -> Tensor:
         return -torch.cat([row_logprobs(model, p, r) for p, r in zip(prompts, responses, strict=True)]).mean()
@@ -551,7 +551,7 @@ def train(
 def optimise(
     model: Any, loss: Callable[[], Tensor], steps: int, learning_rate: float, clip: float, epsilon: float
 ) -> tuple[list[float], list[float]]:
-    """Steps of torch's AdamW towards a smaller ``loss()``; (losses, gradient norms before clipping)."""
+    """Take steps of torch's AdamW towards a smaller ``loss()``; (losses, gradient norms before clipping)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, eps=epsilon)
     losses, norms = [], []
     for _ in range(steps):

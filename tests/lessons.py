@@ -17,12 +17,12 @@ from rlhf_megatron.roles.shares import Home, Share
 
 
 def spread_alone(batch: RolloutBatch) -> SpreadRows:
-    """Rows that rank 0 holds, which is the only one."""
+    """Return rows that rank 0 holds, which is the only one."""
     return SpreadRows(numbers_of(batch, 0), batch, 0)
 
 
 def with_estimates(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBatch:
-    """The batch with advantages, and returns, by ``settings.advantage``."""
+    """Return the batch with advantages, and return, by ``settings.advantage``."""
     penalties = None
     if batch.penalties is not None:
         of_rows = batch.penalties.double().split(batch.lengths.tolist())
@@ -32,7 +32,7 @@ def with_estimates(batch: RolloutBatch, settings: AlgorithmSection) -> RolloutBa
 
 
 def lesson_of(batch: RolloutBatch, prompts: int, settings: AlgorithmSection) -> Lesson:
-    """A lesson of the whole batch, in minibatches of so many prompts."""
+    """Return a lesson of the whole batch, in minibatches of so many prompts."""
     numbers = numbers_of(batch, 0)
     rows = torch.arange(batch.rows)
     share = Share(Home((), (0,), 0), numbers, torch.zeros_like(rows), rows, batch)
@@ -45,6 +45,6 @@ def lesson_of(batch: RolloutBatch, prompts: int, settings: AlgorithmSection) -> 
 
 
 def placed(role: Any) -> Any:
-    """``role`` as one that is on this rank alone."""
+    """Return ``role`` as one that is on this rank alone."""
     role.totals = ALONE
     return SimpleNamespace(local=role)

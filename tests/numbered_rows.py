@@ -10,7 +10,7 @@ from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 
 
 def numbered_rows(ids: list[int], **more: Any) -> RolloutBatch:
-    """Row n has a prompt of n % 3 + 1 tokens, and n tokens sampled."""
+    """Return rows, of which row n has a prompt of n % 3 + 1 tokens, and n tokens sampled."""
     return batch_from_rows(
         [[100 + n] * (n % 3 + 1) for n in ids],
         [[n] * n for n in ids],

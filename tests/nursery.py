@@ -5,19 +5,19 @@
 
 Torch, Megatron and vLLM take ten seconds to import, on each rank of each launch. A fork of a process that has imported
 them is there at once, and is otherwise what it would be: a process with an identifier, an environment (in /proc too), a
-working folder, files and a session of its own, that runs the script as `__main__`, takes signals and ends by itself.
+working folder, files and a session of its own, that runs the script as ``__main__``, takes signals and ends by itself.
 torchrun and tools/tune.py are run in the same way, by their own code: only how they start a process is replaced.
 
 The environment in /proc: the kernel shows the memory that a process was started with, which a fork has from the
-nursery, and of which `os.environ` is a copy. Others go by it: `rlhf_megatron.runtime` finds a rank's torchrun, and the
-ranks that have ended, by TORCHELASTIC_RUN_ID and LOCAL_RANK, and tests find a rank to kill by RANK. So the nursery is
-started with a long variable, ROOM, and a fork writes its own environment over that memory, through /proc/self/mem,
+nursery, and of which ``os.environ`` is a copy. Others go by it: ``rlhf_megatron.runtime`` finds a rank's torchrun, and
+the ranks that have ended, by TORCHELASTIC_RUN_ID and LOCAL_RANK, and tests find a rank to kill by RANK. So the nursery
+is started with a long variable, ROOM, and a fork writes its own environment over that memory, through /proc/self/mem,
 where a wrong address is an OSError. What a process shows:
 
     tr '\\0' '\\n' < /proc/PID/environ
 
-Where a test fails, start its command with `warm=False` (tests/end_to_end/commands.py): an ordinary process, ten seconds
-slower. If it then passes, the nursery is to blame.
+Where a test fails, start its command with ``warm=False`` (tests/end_to_end/commands.py): an ordinary process, ten
+seconds slower. If it then passes, the nursery is to blame.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Nursling:
         self.pid, self._nursery = pid, nursery
 
     def poll(self) -> int | None:
-        """The exit status (minus the signal that ended it), or None while it runs."""
+        """Return the exit status (minus the signal that ended it), or None while it runs."""
         return self._nursery.status(self.pid)
 
     @property
@@ -99,7 +99,7 @@ class Nursling:
         return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Return the exit status; raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         deadline = time.monotonic() + (timeout or float("inf"))
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ class Nursery:
 
     @classmethod
     def open(cls, environment: Mapping[str, str]) -> Nursery:
-        """Connects to the process that does the imports, which all workers of a pytest share and the first one starts;
+        """Connect to the process that does the imports, which all workers of a pytest share and the first one starts;
         it ends with the last of them."""
         address = f"\0nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
         while True:
@@ -137,7 +137,7 @@ class Nursery:
         files: Sequence[int],
         new_session: bool = False,
     ) -> Nursling:
-        """Starts a Python command; ``files`` are its stdin, stdout and stderr."""
+        """Start a Python command; ``files`` are its stdin, stdout and stderr."""
         request = [list(command), str(folder), dict(environment), new_session]
         socket.send_fds(self._connection, [json.dumps(request).encode()], list(files))
         self._connection.settimeout(None)
@@ -146,13 +146,13 @@ class Nursery:
         return Nursling(self, pid)
 
     def status(self, pid: int) -> int | None:
-        """The exit status of a process, or None while it runs."""
+        """Return the exit status of a process, or None while it runs."""
         while select.select([self._connection], [], [], 0)[0]:
             self._hear()
         return self._ended.get(pid)
 
     def _hear(self) -> int | None:
-        """Takes one message; returns the identifier of a process that has been started."""
+        """Take one message; return the identifier of a process that has been started."""
         pid, status = json.loads(self._connection.recv(MESSAGE_BYTES))
         if status is None:
             self._ended.pop(pid, None)  # of an earlier process: systems use numbers again
@@ -163,7 +163,7 @@ class Nursery:
 
 
 def start_nursery(address: str, environment: Mapping[str, str]) -> None:
-    """Starts the process behind an address, unless another worker is about to."""
+    """Start the process behind an address, unless another worker is about to."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(address)
@@ -180,18 +180,18 @@ def start_nursery(address: str, environment: Mapping[str, str]) -> None:
 
 @functools.cache
 def nursery() -> Nursery:
-    """The one of this process."""
+    """Return the one of this process."""
     return Nursery.open(cpu_environment())
 
 
 def cpu_environment() -> dict[str, str]:
-    """One thread for each rank, no GPU, no search of the network for models."""
+    """Return one thread for each rank, no GPU, no search of the network for models."""
     settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     return {**os.environ, **settings}
 
 
 def accept_workers(listener: socket.socket) -> socket.socket | None:
-    """Forks for each worker of pytest. Returns its connection in the fork, and None when all have ended.
+    """Fork for each worker of pytest. Returns its connection in the fork, and None when all have ended.
 
     The first of them has connected before the imports were done.
     """
@@ -212,7 +212,7 @@ def accept_workers(listener: socket.socket) -> socket.socket | None:
 
 
 def serve(connection: socket.socket) -> list[Any] | None:
-    """Forks for each request, and tells of each fork that ends. In a fork it returns the request; None at the end.
+    """Fork for each request, and tell of each fork that ends. In a fork it returns the request; None at the end.
 
     A fork that has ended keeps its identifier until the one who asked for it knows, as with subprocess.Popen: what it
     thinks is running can be sent a signal.
@@ -258,7 +258,7 @@ def serve(connection: socket.socket) -> list[Any] | None:
 
 
 def become(request: list[Any]) -> None:
-    """Makes this process the one that was asked for, and runs its command to the end."""
+    """Make this process the one that was asked for, and run its command to the end."""
     (_, *arguments), folder, environment, new_session = request
     if new_session:
         os.setsid()
@@ -288,7 +288,8 @@ def become(request: list[Any]) -> None:
 
 
 def stream_of(number: int, like: TextIO, unbuffered: bool) -> TextIO:
-    """A stream of this process's own file: the nursery's remembers what its own file was, and where it was in that."""
+    """Return a stream of this process's own file: the nursery's remembers what its own file was, and where it was in
+    that."""
     raw = io.FileIO(number, "w", closefd=False)
     buffer: Any = raw if unbuffered else io.BufferedWriter(raw)
     by_line = number == 2 or raw.isatty()
@@ -296,7 +297,7 @@ def stream_of(number: int, like: TextIO, unbuffered: bool) -> TextIO:
 
 
 def take_over(starts: Callable[[Nursery], None]) -> list[Any] | None:
-    """Lets a command's code start processes as forks of one that stays as it is now, without the command's threads.
+    """Let a command's code start processes as forks of one that stays as it is now, without the command's threads.
 
     ``starts`` replaces how it does that. Returns None in the command, and in each fork its request.
     """
@@ -313,7 +314,7 @@ def take_over(starts: Callable[[Nursery], None]) -> list[Any] | None:
 
 
 def starts_of_torchrun(nursery: Nursery) -> None:
-    """Its ranks. And it looks up no names of methods for its record of events, which would take it a second here: it
+    """Start its ranks. It looks up no names of methods for its record of events, which would take it a second here: it
     goes through the sources of all modules."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -327,7 +328,7 @@ def starts_of_torchrun(nursery: Nursery) -> None:
 
 
 def starts_of_tune(nursery: Nursery) -> None:
-    """Its runs; other programs are started as ever."""
+    """Start its runs; other programs are started as ever."""
     usual = subprocess.Popen
 
     def popen(command: Sequence[str], *arguments: Any, **named: Any) -> Any:
@@ -340,7 +341,7 @@ def starts_of_tune(nursery: Nursery) -> None:
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Makes it this process's, also where the kernel shows it to others: in the memory that ROOM has made large.
+    """Make it this process's, also where the kernel shows it to others: in the memory that ROOM has made large.
 
     What is longer than that memory is cut off there, and only there: a process started without ROOM has little.
     """
@@ -354,7 +355,7 @@ def take_environment(environment: Mapping[str, str]) -> None:
 
 
 def end_with(action: Callable[[], None]) -> None:
-    """Runs ``action`` and ends the process as Python would, but for taking apart what the imports have made."""
+    """Run ``action`` and end the process as Python would, but for taking apart what the imports have made."""
     status: Any = 0
     try:
         action()
@@ -374,7 +375,7 @@ def end_with(action: Callable[[], None]) -> None:
 
 
 def prepare_megatron() -> None:
-    """Patches it, which each process does once."""
+    """Patch it, which each process does once."""
     from rlhf_megatron.compat import megatron
 
     megatron.install()
@@ -383,7 +384,7 @@ def prepare_megatron() -> None:
 
 
 def prepare_vllm() -> None:
-    """Does what an engine would do in each fork: its kernels for CPUs take a search of all modules, its log of all
+    """Do what an engine would do in each fork: its kernels for CPUs take a search of all modules, its log of all
     loggers."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
@@ -395,14 +396,14 @@ def prepare_vllm() -> None:
 
 
 def prepare_transformers() -> None:
-    """Makes its table of the tensors of all models, which each process that saves a model would make."""
+    """Make its table of the tensors of all models, which each process that saves a model would make."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")
 
 
 def prepare_page() -> None:
-    """Compiles the templates of the page, which each run writes as it ends."""
+    """Compile the templates of the page, which each run writes as it ends."""
     from rlhf_megatron.monitor import rendering
 
     templates = rendering._templates()
@@ -411,7 +412,7 @@ def prepare_page() -> None:
 
 
 def keep_what_is_imported() -> None:
-    """Leaves what the imports have made out of the garbage collection of forks, and of what they do as they end.
+    """Leave what the imports have made out of the garbage collection of forks, and of what they do as they end.
 
     An engine that ends gives it back to the collector, and then collects twice: a second and a half each time.
     """
@@ -422,7 +423,7 @@ def keep_what_is_imported() -> None:
 
 
 def main() -> None:
-    """The nursery itself."""
+    """Run the nursery itself."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.environ.pop(ROOM)
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment

@@ -18,7 +18,7 @@ SCORE = b'{"scores": [1.0]}'
 
 
 class RawService:
-    """Takes connections until it is closed; `behave` gets each with the number of requests before it."""
+    """Service that takes connections until it is closed; ``behave`` gets each with the number of requests before it."""
 
     def __init__(self, behave: Behaviour, reads_request: bool = True) -> None:
         self._behave, self._reads = behave, reads_request
@@ -81,7 +81,7 @@ def answer(body: bytes, head: bytes = OK, length: int | None = None) -> bytes:
 
 
 def sends(content: bytes) -> Behaviour:
-    """Sends it all and closes the connection."""
+    """Send it all and close the connection."""
 
     def behave(connection: socket.socket, before: int) -> None:
         connection.sendall(content)
@@ -90,7 +90,7 @@ def sends(content: bytes) -> Behaviour:
 
 
 def then_waits(content: bytes) -> Behaviour:
-    """Sends it all and keeps the connection."""
+    """Send it all and keep the connection."""
 
     def behave(connection: socket.socket, before: int) -> None:
         connection.sendall(content)
@@ -101,7 +101,7 @@ def then_waits(content: bytes) -> Behaviour:
 
 
 def drips(before_it: bytes, dripped: bytes, seconds: float = 0.02) -> Behaviour:
-    """Sends a beginning at once, and the rest again and again, a byte at a time."""
+    """Send a beginning at once, and the rest again and again, a byte at a time."""
 
     def behave(connection: socket.socket, before: int) -> None:
         connection.sendall(before_it)
@@ -114,7 +114,7 @@ def drips(before_it: bytes, dripped: bytes, seconds: float = 0.02) -> Behaviour:
 
 
 def floods(before_it: bytes, repeated: bytes) -> Behaviour:
-    """Sends a beginning, and then the same as fast as it can."""
+    """Send a beginning, and then the same as fast as it can."""
 
     def behave(connection: socket.socket, before: int) -> None:
         connection.sendall(before_it)
@@ -126,7 +126,7 @@ def floods(before_it: bytes, repeated: bytes) -> Behaviour:
 
 
 def resets(content: bytes) -> Behaviour:
-    """Sends it and breaks the connection off."""
+    """Send it and break the connection off."""
 
     def behave(connection: socket.socket, before: int) -> None:
         connection.sendall(content)

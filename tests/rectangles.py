@@ -12,7 +12,7 @@ TYPES = (torch.float32, torch.bfloat16)
 
 
 def check_kernel(device: str, exact_casts: bool) -> None:
-    """The kernel against ``Tensor.copy_``, and nothing written beside the rectangles.
+    """Check the kernel against ``Tensor.copy_``, and nothing written beside the rectangles.
 
     Triton's interpreter cuts float32 off to bfloat16 where hardware and torch round: without ``exact_casts`` the last
     bit may differ.

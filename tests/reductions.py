@@ -13,7 +13,7 @@ TARGETS = torch.tensor([0, PIECE - 1, PIECE, REAL - 1, -1, REAL, PIECE + 130])
 
 
 def check(soft_cap: float | None) -> None:
-    """Raises AssertionError where they differ."""
+    """Raise AssertionError where they differ."""
     logits = torch.randn(TOKENS, REAL, generator=torch.Generator().manual_seed(3)) * 3
     both = []
     for implementation in (reduce, triton.reduce):

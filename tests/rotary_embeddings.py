@@ -16,17 +16,18 @@ PARTLY = [(3, 24, torch.float32, 16, 1.25, True), (5, 128, torch.bfloat16, 96, 0
 
 
 def sequences(lengths: list[int]) -> Tensor:
-    """Where they begin, and the last one ends, as Megatron has it."""
+    """Return where they begin, and the last one ends, as Megatron has it."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
 
 
 def angles_of(longest: int, dimension: int, step: float = 777.0) -> Tensor:
-    """Of every position up to ``longest``, so many steps apart that a few go round many times."""
+    """Return those of every position up to ``longest``, so many steps apart that a few go round many times."""
     return torch.outer(torch.arange(longest) * step, 10_000.0 ** -torch.arange(0, 1, 2 / dimension))
 
 
 def check_kernel(device: str, every: int = 1) -> None:
-    """The kernel and its gradient against float64 of the same numbers; heads that lie apart, and ranks that share.
+    """Check the kernel and its gradient against float64 of the same numbers; heads that lie apart, and ranks that
+    share.
 
     Of lengths and cases ``every`` second, say, is checked: Triton's interpreter takes long.
     """

@@ -86,7 +86,7 @@ TEXTS = ["<b>", " four", "<|end|>"]
 
 
 def kept(step: int, group: int, reward: float, **more: Any) -> dict[str, Any]:
-    """A row of training as a run keeps it: two tokens of a prompt, three of the model."""
+    """Return a row of training as a run keeps it: two tokens of a prompt, three of the model."""
     differences = [0.0, 0.0, 0.001, -0.2, 0.7]
     row = {
         "step": step,

@@ -1,7 +1,7 @@
 """A run's folder without a run, and what a restart does with it, in this process: no ranks, no model.
 
-`make_run` writes what two steps, an evaluation and a fault leave behind; `restart` reads, notes, saves and logs as
-`loops/run.py` does, in its order. The world of torch.distributed must be this process alone.
+``make_run`` writes what two steps, an evaluation and a fault leave behind; ``restart`` reads, notes, saves and logs as
+``loops/run.py`` does, in its order. The world of torch.distributed must be this process alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Restarted:
 
 @contextlib.contextmanager
 def world_of_one() -> Iterator[None]:
-    """This process alone."""
+    """Make a world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -54,13 +54,13 @@ def world_of_one() -> Iterator[None]:
 
 
 def recipe_of(run: Path) -> Recipe:
-    """The recipe of the run in that folder."""
+    """Return the recipe of the run in that folder."""
     values = [f"run_root={run.parent}", f"name={run.name}", "monitor.trackers=[jsonl,csv]", "steps=9"]
     return load_recipe(str(RECIPE), values)
 
 
 def save(run: Path, step: int, keep: int = 9) -> None:
-    """Writes the checkpoint of a step, whose one part remembers the step too."""
+    """Write the checkpoint of a step, whose one part remembers the step too."""
     folder = run / "checkpoints" / f"step-{step}"
     random = {f"random/{name}": value for name, value in random_state().items()}
     tensors = {**random, "x": torch.ones(2)}
@@ -71,7 +71,7 @@ def save(run: Path, step: int, keep: int = 9) -> None:
 
 
 def make_run(run: Path) -> Path:
-    """The folder of a run that a fault has ended after its second step."""
+    """Return the folder of a run that a fault has ended after its second step."""
     recipe = recipe_of(run)
     log = RecoveryLog(run, ORIGIN)
     folder = RunFolder(recipe.run_root, recipe.name)
@@ -92,7 +92,7 @@ def make_run(run: Path) -> Path:
 
 
 def restart(run: Path, resume: str = "auto", origin: Origin = ORIGIN) -> Restarted:
-    """Starts the run again for one step; raises UserError where it is refused, and nothing else."""
+    """Start the run again for one step; raises UserError where it is refused, and nothing else."""
     recipe, out = recipe_of(run), io.StringIO()
     folder, log = RunFolder(recipe.run_root, recipe.name), RecoveryLog(run, origin)
     with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):

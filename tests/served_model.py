@@ -47,7 +47,7 @@ class Served:
         self.after = process_state()
 
     def serve(self, model: int, version: int) -> None:
-        """Writes a model's weights in place and says so."""
+        """Write a model's weights in place and say so."""
         write_fused(self.models[model].state_dict(), self.engine.parameters())
         self.engine.weights_updated(version)
 
@@ -65,7 +65,7 @@ def process_state() -> dict[str, Any]:
 
 
 def write_fused(weights: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
-    """transformers' tensors into vLLM's: q, k, v and gate, up stacked; rows of a padded vocabulary left alone."""
+    """Write transformers' tensors into vLLM's: q, k, v and gate, up stacked; rows of a padded vocabulary left alone."""
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     for name, parameter in parameters.items():
         fused = next((kind for kind in parts if kind in name), None)

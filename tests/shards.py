@@ -16,7 +16,7 @@ from rlhf_megatron.models.weight_source import window
 def architecture(
     tied: bool = True, key_value_heads: int = 4, layers: int = 4, vocabulary: int = 200, experts: int = 0
 ) -> Architecture:
-    """A small one; with ``experts`` a mixture of so many."""
+    """Return a small one; with ``experts`` a mixture of so many."""
     return Architecture(
         family="qwen3",
         layers=layers,
@@ -37,13 +37,13 @@ def architecture(
 
 
 def checkpoint(a: Architecture, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of a Hugging Face checkpoint, random."""
+    """Return every tensor of a Hugging Face checkpoint, random."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(a).items()}
 
 
 def filled(blocks: Sequence[Block], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters as large as the blocks say, NaN where no block reaches."""
+    """Return parameters as large as the blocks say, NaN where no block reaches."""
     sizes: dict[str, list[int]] = {}
     for block in blocks:
         ends = [begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True)]

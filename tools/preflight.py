@@ -23,7 +23,7 @@ from rlhf_megatron.runtime.command import INPUT_STATUS, ArgumentParser, check_en
 
 @command
 def main() -> int:
-    """Returns the exit status; after a failed check the process ends at once, as a thread of it may hang for ever."""
+    """Return the exit status; after a failed check the process ends at once, as a thread of it may hang for ever."""
     check_environment(os.environ)
     if was_refused():
         return INPUT_STATUS

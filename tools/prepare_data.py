@@ -135,7 +135,7 @@ def asked(kind: type[Request], options: argparse.Namespace) -> Request:
 
 
 def add_gsm8k(commands: Commands, shared: argparse.ArgumentParser) -> None:
-    """Add the parser of `gsm8k`."""
+    """Add the parser of ``gsm8k``."""
     parser = commands.add_parser("gsm8k", parents=[shared], help="GSM8K's jsonl files")
     parser.add_argument("--input", type=Path, required=True, help='jsonl of {"question", "answer": "... #### N"}')
     parser.add_argument("--size", type=int, help="number of rows (default: all)")
@@ -146,7 +146,7 @@ def add_gsm8k(commands: Commands, shared: argparse.ArgumentParser) -> None:
 
 
 def add_import(commands: Commands, shared: argparse.ArgumentParser) -> None:
-    """Add the parser of `import`."""
+    """Add the parser of ``import``."""
     parser = commands.add_parser(
         "import",
         parents=[shared],
@@ -175,7 +175,7 @@ def add_import(commands: Commands, shared: argparse.ArgumentParser) -> None:
 
 
 def add_reasoning_gym(commands: Commands, shared: argparse.ArgumentParser) -> None:
-    """Add the parser of `reasoning-gym`."""
+    """Add the parser of ``reasoning-gym``."""
     parser = commands.add_parser(
         "reasoning-gym",
         parents=[shared],
@@ -200,7 +200,7 @@ def add_reasoning_gym(commands: Commands, shared: argparse.ArgumentParser) -> No
 
 
 def add_episodes(commands: Commands) -> None:
-    """Add the parser of `episodes`."""
+    """Add the parser of ``episodes``."""
     parser = commands.add_parser(
         "episodes",
         help="rows of an environment that makes its episodes from seeds",
@@ -223,7 +223,7 @@ def add_episodes(commands: Commands) -> None:
 
 
 def add_demonstrations(commands: Commands) -> None:
-    """Add the parser of `demonstrations`."""
+    """Add the parser of ``demonstrations``."""
     parser = commands.add_parser(
         "demonstrations",
         help="responses to learn from, for rows of chain_sum",
@@ -241,7 +241,7 @@ def add_demonstrations(commands: Commands) -> None:
 
 
 def add_pairs(commands: Commands) -> None:
-    """Add the parser of `pairs`."""
+    """Add the parser of ``pairs``."""
     parser = commands.add_parser(
         "pairs",
         help="chosen and rejected responses to train a reward model on",
@@ -258,7 +258,7 @@ def add_pairs(commands: Commands) -> None:
 
 
 def add_check(commands: Commands) -> None:
-    """Add the parser of `check`."""
+    """Add the parser of ``check``."""
     parser = commands.add_parser("check", help="whether files are fit for training; exit status 1 if they are not")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="parquet file with verl's columns")
     parser.add_argument("--tokenizer", help="folder, .model file or OWNER/NAME on the hub to measure prompts with")
@@ -272,7 +272,7 @@ def add_check(commands: Commands) -> None:
 
 
 def add_distinct(commands: Commands) -> None:
-    """Add the parser of `distinct`."""
+    """Add the parser of ``distinct``."""
     parser = commands.add_parser(
         "distinct",
         help="the first of the rows with the same prompt, of any file",
@@ -311,7 +311,7 @@ def distinct(options: argparse.Namespace) -> int:
 
 
 def readable(batches: Iterable[Any], file: Path) -> Iterator[Any]:
-    """The batches of a parquet file; raises DataError where it is damaged."""
+    """Yield the batches of a parquet file; raises DataError where it is damaged."""
     try:
         yield from batches
     except UNREADABLE as error:

@@ -64,12 +64,12 @@ _PLAIN = {str: "text", int: "integer", float: "number", bool: "bool"}
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     return "\n".join([HEADER, *_loop_lines(), *_Sections().lines(RLRecipe, "")])
 
 
 def _loop_lines() -> Iterator[str]:
-    """The lines about the keys that each loop reads."""
+    """Yield the lines about the keys that each loop reads."""
     yield "## What each loop reads\n"
     yield "The keys below are those of loop `rl`; a loop rejects keys that it does not read.\n"
     yield "| loop | top-level keys beside the common ones | of `batch` | of `algorithm` |\n|---|---|---|---|"
@@ -97,14 +97,14 @@ class _List:
 
 
 class _Sections:
-    """Writes each section once, and each key that classes inherit where it comes first."""
+    """Sections, each written once, and each key that classes inherit where it comes first."""
 
     def __init__(self) -> None:
         self._section_paths: dict[type[BaseModel], str] = {}
         self._key_paths: dict[tuple[type, str], str] = {}
 
     def lines(self, section: type[BaseModel], path: str) -> Iterator[str]:
-        """A heading and a list of keys, then the same of the larger inner sections."""
+        """Yield a heading and a list of keys, then the same of the larger inner sections."""
         self._section_paths[section] = path
         keys = _List(path)
         self._fill(keys, section, "")
@@ -117,7 +117,7 @@ class _Sections:
             yield from self.lines(inner, inner_path)
 
     def _fill(self, keys: _List, section: type[BaseModel], prefix: str) -> None:
-        """Adds the keys of a section; those of a small inner section are indented below it, with dotted names."""
+        """Add the keys of a section; those of a small inner section are indented below it, with dotted names."""
         names = section.model_fields if keys.path else READING_ORDER
         indent = "  " if prefix else ""
         for name in names:
@@ -148,7 +148,7 @@ class _Sections:
 
 
 def _is_small(field: FieldInfo, inner: type[BaseModel]) -> bool:
-    """One section, not a list of them, of a few plain keys."""
+    """Return one section, not a list of them, of a few plain keys."""
     plain = all(section_of(found.annotation) is None for found in inner.model_fields.values())
     return plain and len(inner.model_fields) <= 4 and not _is_list(field)
 
@@ -158,7 +158,7 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def _defining_class(section: type[BaseModel], name: str) -> type:
-    """The class of the section's bases, itself included, that declares the field last."""
+    """Return the class of the section's bases, itself included, that declares the field last."""
     return next(base for base in section.__mro__ if name in inspect.get_annotations(base))
 
 
@@ -167,11 +167,16 @@ def _anchor(key: str) -> str:
 
 
 def _text(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split())
+    return _as_markdown(" ".join((field.description or "").split()))
+
+
+def _as_markdown(text: str) -> str:
+    """Return a docstring's text with code as Markdown marks it."""
+    return text.replace("``", "`")
 
 
 def _value(field: FieldInfo) -> str:
-    """A key's type as a user writes it, with its default."""
+    """Return a key's type as a user writes it, with its default."""
     default = field.default
     text = _type_name(field.annotation, default)
     if field.is_required():
@@ -189,7 +194,7 @@ def _value(field: FieldInfo) -> str:
 
 
 def _type_name(annotation: Any, default: object) -> str:
-    """The names of a Literal, the default bold, a number or a list."""
+    """Return the names of a Literal, the default bold, a number or a list."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return ", ".join(f"**`{choice}`**" if choice == default else f"`{choice}`" for choice in arguments)
@@ -207,7 +212,7 @@ def _type_name(annotation: Any, default: object) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema (draft 7) of recipes: of the loop that one names, of rl where an overlay names none.
+    """Return the JSON schema (draft 7) of recipes: of the loop that one names, of rl where an overlay names none.
 
     No key is required: a file may have the rest from its defaults or from the command line.
     """
@@ -228,7 +233,10 @@ def schema() -> dict[str, Any]:
 
 
 def _relaxed(node: Any) -> Any:
-    """A schema without required keys, titles that repeat names, and anything beside a $ref, where draft 7 looks not."""
+    """Return a schema without required keys, titles that repeat names, and anything beside a $ref, which draft 7 skips;
+    its texts are Markdown."""
+    if isinstance(node, str):
+        return _as_markdown(node)
     if isinstance(node, list):
         return [_relaxed(each) for each in node]
     if not isinstance(node, dict):
@@ -245,7 +253,7 @@ def _relaxed(node: Any) -> Any:
 
 @command
 def main() -> int:
-    """Returns 1 if --check finds a file out of date."""
+    """Return 1 if --check finds a file out of date."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is out of date")
     check = parser.parse_args().check
@@ -260,7 +268,7 @@ def main() -> int:
 
 
 def write(file: Path, text: str) -> None:
-    """Writes one of the files and says so; raises UserError where it cannot be written."""
+    """Write one of the files and say so; raises UserError where it cannot be written."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -13,7 +13,7 @@ from rlhf_megatron.untrusted import read_text, shown
 
 @command
 def main() -> int:
-    """Returns the exit status: 0 done, 2 for a name that no recipe has."""
+    """Return the exit status: 0 done, 2 for a name that no recipe has."""
     parser = ArgumentParser(description="List the recipes that come along, or print one to begin one's own with.")
     named = parser.add_argument("name", nargs="?", help="such as qwen7b_grpo, or overlays/dapo")
     named.completer = complete_recipe  # type: ignore[attr-defined]
@@ -23,7 +23,7 @@ def main() -> int:
 
 
 def listing() -> str:
-    """A line for each recipe, and where the schema for editors is."""
+    """Return a line for each recipe, and where the schema for editors is."""
     files = shipped_recipes()
     width = max(len(file.stem) for file in files)
     lines = [f"{file.stem:<{width}}  {first_remark(file.read_text(encoding='utf-8'))}" for file in files]
@@ -31,7 +31,7 @@ def listing() -> str:
 
 
 def first_remark(text: str) -> str:
-    """The first sentence of a recipe's first lines, which are comments."""
+    """Return the first sentence of a recipe's first lines, which are comments."""
     remark = ""
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -41,7 +41,7 @@ def first_remark(text: str) -> str:
 
 
 def text_of(name: str) -> str:
-    """The text of a shipped recipe or overlay; raises RecipeError where there is none of that name."""
+    """Return the text of a shipped recipe or overlay; raises RecipeError where there is none of that name."""
     file = recipe_file(name, SHIPPED / RECIPES)
     if not file.is_file():
         raise RecipeError(f"{shown(name)}: no recipe that comes along; without a name all are listed")

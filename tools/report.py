@@ -24,7 +24,7 @@ from rlhf_megatron.untrusted import reason_of, shown
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 2 for input that is not right."""
+    """Return the exit status: 0 done, 2 for input that is not right."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or NAME=PATH")
     parser.add_argument("--output", type=Path, help="FILE.html or FILE.png; default: report.html of the only run")
@@ -46,14 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def default_output(files: list[Path]) -> Path:
-    """The page beside the metrics of the only run; raises MonitorError where there are several."""
+    """Return the page beside the metrics of the only run; raises MonitorError where there are several."""
     if len(files) > 1:
         raise MonitorError("--output: say where the page of several runs is to be, such as comparison.html")
     return files[0].parent / "report.html"
 
 
 def draw(runs: dict[str, Path], output: Path, title: str) -> None:
-    """One run with its phases, or several in the same panels."""
+    """Draw one run with its phases, or several in the same panels."""
     if len(runs) == 1:
         [(label, file)] = runs.items()
         plot_run(file, output, title or label)

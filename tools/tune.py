@@ -63,7 +63,7 @@ class Range:
     choices: tuple[str, ...] = ()
 
     def suggest(self, trial: Any) -> str:
-        """The value that Optuna's ``trial`` takes, as the text of an override."""
+        """Return the value that Optuna's ``trial`` takes, as the text of an override."""
         if self.choices:
             return str(trial.suggest_categorical(self.key, list(self.choices)))
         if self.whole:
@@ -72,7 +72,7 @@ class Range:
 
 
 def parse_range(text: str) -> Range:
-    """KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A|B|C; raises RecipeError for anything else."""
+    """Return KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A|B|C; raises RecipeError for anything else."""
     key, separator, values = text.partition("=")
     number = r"[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?"
     match = re.fullmatch(rf"({number})\.\.({number})(:log)?", values)
@@ -90,7 +90,7 @@ def parse_range(text: str) -> Range:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 where runs keep failing, 2 for input that is not right."""
+    """Return the exit status: 0 done, 1 where runs keep failing, 2 for input that is not right."""
     return tune(build_parser().parse_intermixed_args(arguments))
 
 
@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Runs trials until the study has as many as asked for; raises UserError for input that is not right."""
+    """Run trials until the study has as many as asked for; raises UserError for input that is not right."""
     for name in ("last", "trials", "nproc_per_node"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be 1 or more")
@@ -162,7 +162,7 @@ def tune(options: argparse.Namespace) -> int:
 
 
 def check_launcher(text: str | None) -> None:
-    """Raises UserError where ``text`` is no command that this machine has."""
+    """Raise UserError where ``text`` is no command that this machine has."""
     try:
         words = shlex.split(text) if text is not None else [sys.executable]
     except ValueError as error:
@@ -172,7 +172,7 @@ def check_launcher(text: str | None) -> None:
 
 
 def open_study(options: argparse.Namespace, name: str, folder: Path, optuna: ModuleType) -> Any:
-    """The study in ``folder``, new or gone on with; raises UserError where its log cannot be read."""
+    """Return the study in ``folder``, new or gone on with; raises UserError where its log cannot be read."""
     log = folder / "study.log"
     try:
         storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(log)))
@@ -191,7 +191,7 @@ def open_study(options: argparse.Namespace, name: str, folder: Path, optuna: Mod
 
 
 def import_optuna() -> ModuleType:
-    """Optuna, which says no more than errors; raises RecipeError where it is not installed."""
+    """Return Optuna, which says no more than errors; raises RecipeError where it is not installed."""
     try:
         import optuna
         import optuna.storages.journal
@@ -203,7 +203,7 @@ def import_optuna() -> ModuleType:
 
 
 def finished(study: Any, optuna: ModuleType) -> list[Any]:
-    """The trials that have a value, or were ended early."""
+    """Return the trials that have a value, or were ended early."""
     states = optuna.trial.TrialState
     trials: list[Any] = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
     return trials
@@ -212,7 +212,7 @@ def finished(study: Any, optuna: ModuleType) -> list[Any]:
 def run_trial(
     options: argparse.Namespace, study: Any, trial: Any, ranges: Sequence[Range], optuna: ModuleType
 ) -> str | None:
-    """Runs one trial and tells the study; returns why it failed, if it did."""
+    """Run one trial and tell the study; return why it failed, if it did."""
     states = optuna.trial.TrialState
     try:
         chosen = [f"{each.key}={each.suggest(trial)}" for each in ranges]
@@ -253,13 +253,13 @@ def run_trial(
 
 
 def torchrun(processes: int) -> list[str]:
-    """The command that starts so many processes here, by the Python that runs this."""
+    """Return the command that starts so many processes here, by the Python that runs this."""
     return [sys.executable, str(TRAIN.with_name("torchrun.py")), "--standalone", "--nproc-per-node", str(processes)]
 
 
 @contextlib.contextmanager
 def ended(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process group that does not outlive the block: asked to end, and made to where it takes too long."""
+    """Give a process group that does not outlive the block: asked to end, and made to where it takes too long."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
@@ -275,7 +275,7 @@ def ended(command: Sequence[str], log: Any) -> Iterator[subprocess.Popen[bytes]]
 
 
 def values_of(run: RunFolder, metric: str) -> dict[int, float]:
-    """step -> mean of what fits ``metric``, of the steps that have a finite one."""
+    """Return step -> mean of what fits ``metric``, of the steps that have a finite one."""
     if not run.metrics.is_file():
         return {}
     by_step = {
@@ -286,7 +286,7 @@ def values_of(run: RunFolder, metric: str) -> dict[int, float]:
 
 
 def why(run: RunFolder, status: int, metric: str) -> str:
-    """The reason why a run has no value, in one line."""
+    """Return the reason why a run has no value, in one line."""
     log = run.path / "tune.log"
     said = [line.strip() for line in log.read_text(errors="replace").splitlines() if "error: " in line]
     if status and said:
@@ -295,7 +295,7 @@ def why(run: RunFolder, status: int, metric: str) -> str:
 
 
 def write_results(options: argparse.Namespace, study: Any, optuna: ModuleType, folder: Path) -> None:
-    """Writes the best trial as a recipe, and all as a picture; nothing where no trial has a value."""
+    """Write the best trial as a recipe, and all as a picture; nothing where no trial has a value."""
     complete = [trial for trial in finished(study, optuna) if trial.state == optuna.trial.TrialState.COMPLETE]
     if not complete:
         return
@@ -313,7 +313,7 @@ def write_results(options: argparse.Namespace, study: Any, optuna: ModuleType, f
 
 
 def draw(trials: Sequence[Any], metric: str, output: Path) -> None:
-    """One panel for each key: its values and what came of them."""
+    """Draw one panel for each key: its values and what came of them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -332,7 +332,7 @@ def draw(trials: Sequence[Any], metric: str, output: Path) -> None:
 
 
 def table(study: Any, ranges: Sequence[Range], metric: str) -> Table:
-    """The trials, the best first; those without a value last."""
+    """Return the trials, the best first; those without a value last."""
     shown = Table(box=None, header_style="bold")
     shown.add_column("trial", justify="right")
     shown.add_column(metric, justify="right")

@@ -4,7 +4,7 @@
     rlhf-megatron watch runs/one baseline=runs/other --port 8700
 
 Prints the address, which has the token that opens the page. It listens on this machine alone: from elsewhere use
-`ssh -L 8700:127.0.0.1:8700 HOST`. A token of your own comes from RLHF_MEGATRON_PAGE_TOKEN.
+``ssh -L 8700:127.0.0.1:8700 HOST``. A token of your own comes from RLHF_MEGATRON_PAGE_TOKEN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_RUNS = 8
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until it is interrupted; returns the exit status, 2 for input that is not right."""
+    """Serve until it is interrupted; return the exit status, 2 for input that is not right."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or NAME=PATH")
     parser.add_argument("--address", default="127.0.0.1", help="to listen on (default: 127.0.0.1, this machine alone)")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def server_of(runs: list[str], address: str, port: int) -> PageServer:
-    """Returns a server of run folders that listens; raises MonitorError where there is no such folder or port."""
+    """Return a server of run folders that listens; raises MonitorError where there is no such folder or port."""
     files = runs_by_label(runs)
     if len(files) > MOST_RUNS:
         raise MonitorError(f"watch: {len(files)} runs; at most {MOST_RUNS} are shown beside each other")

@@ -14,7 +14,7 @@ NUMBER = re.compile(r"-?\d+")
 
 
 async def run(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """1 for a right first answer, half of that for a second one."""
+    """Return 1 for a right first answer, half of that for a second one."""
     messages = list(row["prompt"])
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for reward in (1.0, 0.5):

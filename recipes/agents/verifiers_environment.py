@@ -1,6 +1,6 @@
 """An environment of verifiers plays each trajectory: its tasks and rewards as they are, the policy as its model.
 
-Named by rollout.agent.function; rows are those of `tools/prepare_data.py episodes --environment verifiers/TASKSET`,
+Named by rollout.agent.function; rows are those of ``tools/prepare_data.py episodes --environment verifiers/TASKSET``,
 whose seeds are numbers of tasks. recipes/tiny_verifiers.yaml trains on it. verifiers needs an older openai than vLLM,
 so verifiers_player.py plays in a Python of its own, in one process beside each worker:
 
@@ -47,7 +47,7 @@ PLAYER = Player(os.environ.get("VERIFIERS_PYTHON", sys.executable))
 
 
 def run(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """All rewards of one episode, the row's task."""
+    """Return all rewards of one episode, the row's task."""
     episode = row["extra_info"]
     taskset = {"id": row["data_source"].removeprefix("verifiers/"), **json.loads(episode["settings"])}
     return PLAYER.play({"base_url": base_url, "api_key": api_key, "taskset": taskset, "task": episode["seed"]})

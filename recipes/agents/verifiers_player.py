@@ -27,7 +27,7 @@ __all__ = ["PolicyHarness"]
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
-    """Asks the policy for its next turn, in this process."""
+    """Harness that asks the policy for its next turn, in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -44,7 +44,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """One turn of the conversation so far."""
+        """Return one turn of the conversation so far."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -63,7 +63,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
 
 @functools.cache
 def environment(taskset: str) -> vf.Env:
-    """The environment of a taskset's configuration, for the policy in its one seat."""
+    """Return the environment of a taskset's configuration, for the policy in its one seat."""
     config = resolve_env_config({"taskset": json.loads(taskset)})
     seats = list(agent_config_fields(config))
     if len(seats) != 1:

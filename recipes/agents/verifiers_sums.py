@@ -23,12 +23,12 @@ class SumTask(vf.Task[SumData]):
     """One sum."""
 
     def is_right(self, reply: str) -> bool:
-        """True if the last number of a reply is the answer."""
+        """Return True if the last number of a reply is the answer."""
         return NUMBER.findall(reply)[-1:] == [self.data.answer]
 
 
 class SumsEnv(vf.Env[vf.SingleAgentEnvConfig]):
-    """Asks once more where the first answer is wrong."""
+    """Environment that asks once more where the first answer is wrong."""
 
     async def run(self, task: SumTask, agents: vf.Agents) -> None:
         """Play one episode."""
@@ -46,7 +46,7 @@ class SumsTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
     INFINITE = True
 
     def load(self) -> Iterator[SumTask]:
-        """Task i is the same in every run."""
+        """Yield tasks, of which task i is the same in every run."""
         for index in itertools.count():
             chosen = random.Random(index)
             text = str(chosen.randint(0, 9))

@@ -16,12 +16,12 @@ class Environment:
     """One game; its state is what the guesses so far have left open."""
 
     def reset(self, row: dict[str, Any]) -> None:
-        """The row's prompt asks the question, so there is nothing to add."""
+        """Add nothing: the row's prompt asks the question."""
         self.answer = int(row["ground_truth"])
         self.low, self.high = float("-inf"), float("inf")
 
     def step(self, action: str) -> tuple[str | None, float, bool]:
-        """The last number of what the model has said is its guess."""
+        """Return the last number of what the model has said is its guess."""
         guesses = [int(text) for text in NUMBER.findall(action) if len(text) < 20]
         if not guesses:
             return "a number", -0.1, False
@@ -34,10 +34,10 @@ class Environment:
         return f"more than {self.low:g}, less than {self.high:g}", -0.1, False
 
     def state(self) -> bytes:
-        """For a killed run, which goes on from here."""
+        """Return it for a killed run, which resumes from here."""
         return json.dumps([self.low, self.high]).encode()
 
     def load(self, row: dict[str, Any], state: bytes) -> None:
-        """In place of `reset`, where that run goes on."""
+        """Go on, in place of ``reset``, in that run."""
         self.reset(row)
         self.low, self.high = json.loads(state)

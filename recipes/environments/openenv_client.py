@@ -1,7 +1,7 @@
 """An OpenEnv environment behind its server on this host: the package's client, with a session for each trajectory.
 
-Named by rollout.multi_turn.environment; OPENENV_URL says where the server is. Rows are those of `tools/prepare_data.py
-episodes`: reset gets the seed and the settings. recipes/tiny_openenv.yaml trains on it, with openenv_server.py.
+Named by rollout.multi_turn.environment; OPENENV_URL says where the server is. Rows are those of ``tools/prepare_data.py
+episodes``: reset gets the seed and the settings. recipes/tiny_openenv.yaml trains on it, with openenv_server.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ URL = os.environ.get("OPENENV_URL", "http://127.0.0.1:8000")
 
 
 def action_field() -> str:
-    """The one field of the environment's actions, which is the model's turn."""
+    """Return the one field of the environment's actions, which is the model's turn."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{URL}/schema", timeout=10) as answer:
@@ -39,7 +39,7 @@ class Environment:
     """One session."""
 
     def reset(self, row: dict[str, Any]) -> str | None:
-        """The first observation of the row's episode."""
+        """Return the first observation of the row's episode."""
         episode = row["extra_info"]
         # Its thread answers the server's pings while the model generates; else the server ends the session in 40 s.
         self.client = GenericEnvClient(base_url=URL).sync()
@@ -47,7 +47,7 @@ class Environment:
         return text_of(result.observation)
 
     def step(self, action: str) -> tuple[str | None, float, bool]:
-        """The environment's answer to what follows thoughts."""
+        """Return the environment's answer to what follows thoughts."""
         result = self.client.step({FIELD: action.rpartition("</think>")[2].strip()})
         return text_of(result.observation), result.reward or 0.0, result.done
 
@@ -57,7 +57,7 @@ class Environment:
 
 
 def text_of(observation: dict[str, Any]) -> str | None:
-    """Text of an observation: the only one that it has, else all of it as JSON."""
+    """Return the text of an observation: the only one that it has, else all of it as JSON."""
     said = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
     texts = list(said.values())
     return None if not texts else texts[0] if [*map(type, texts)] == [str] else json.dumps(said, ensure_ascii=False)

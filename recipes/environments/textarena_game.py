@@ -1,7 +1,7 @@
 """A game of textarena for one player, as the package has it: its messages are observations, its reward ends the game.
 
-Named by rollout.multi_turn.environment; rows are those of `tools/prepare_data.py episodes --environment
-textarena/GAME`. recipes/tiny_textarena.yaml trains on it.
+Named by rollout.multi_turn.environment; rows are those of ``tools/prepare_data.py episodes --environment
+textarena/GAME``. recipes/tiny_textarena.yaml trains on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Environment:
     """One game. What was done so far is its state: the row's seed decides everything else."""
 
     def reset(self, row: dict[str, Any]) -> str:
-        """The rules and what the player sees first."""
+        """Return the rules and what the player sees first."""
         name, episode = row["data_source"].removeprefix("textarena/"), row["extra_info"]
         # Without wrappers that repeat the conversation; with the one that puts an action without brackets into some.
         game = textarena.make(f"{name}-raw", **json.loads(episode["settings"]))
@@ -29,7 +29,7 @@ class Environment:
         return self._observation()
 
     def step(self, action: str) -> tuple[str | None, float, bool]:
-        """The game's answer to what follows thoughts; it pays at its end alone."""
+        """Return the game's answer to what follows thoughts; it pays at its end alone."""
         self.actions.append(action)
         done, _ = self.game.step(action.rpartition("</think>")[2].strip())
         if not done:
@@ -39,16 +39,16 @@ class Environment:
         return None, rewards[0] if isinstance(rewards[0], (int, float)) else 0.0, True
 
     def _observation(self) -> str:
-        """Messages of the game since the last action, without that action."""
+        """Return messages of the game since the last action, without that action."""
         _, messages = self.game.get_observation()
         return "\n".join(text for _, text, kind in messages if kind != textarena.ObservationType.PLAYER_ACTION)
 
     def state(self) -> bytes:
-        """For a killed run, which goes on from here."""
+        """Return it for a killed run, which resumes from here."""
         return json.dumps(self.actions).encode()
 
     def load(self, row: dict[str, Any], state: bytes) -> None:
-        """In place of `reset`, where that run goes on."""
+        """Go on, in place of ``reset``, in that run."""
         self.reset(row)
         for action in json.loads(state):
             self.step(action)

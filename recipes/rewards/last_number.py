@@ -10,6 +10,6 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """1.0 or 0.0; thousands separators and a final point do not count."""
+    """Return 1.0 or 0.0; thousands separators and a final point do not count."""
     numbers = re.findall(r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?", solution_str)
     return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(ground_truth.replace(",", "")))

@@ -1,7 +1,8 @@
 """A calculator as a tool: answers calls in the form that Qwen's chat templates teach. For rollout.multi_turn.function.
 
 As one of rollout.multi_turn.tools (recipes/turns/calculator.py:calculate) the template is told of it. As a function
-between turns, tell the model about it by data.chat_template_kwargs, whose `tools` the template writes into the prompt:
+between turns, tell the model about it by data.chat_template_kwargs, whose ``tools`` the template writes into the
+prompt:
 
     data:
       chat_template_kwargs:
@@ -32,13 +33,13 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
 
 
 def respond(messages: list[dict[str, str]], ground_truth: str, extra_info: dict) -> list[dict[str, str]] | None:
-    """The answer to each call in the model's turn; None, which ends the response, where it calls nothing."""
+    """Return the answer to each call in the model's turn; None, which ends the response, where it calls nothing."""
     calls = CALL.findall(messages[-1]["content"])
     return [{"role": "tool", "content": answer(call)} for call in calls] or None
 
 
 def answer(call: str) -> str:
-    """The value as text, or what is wrong with the call: the model may learn from that."""
+    """Return the value as text, or what is wrong with the call: the model may learn from that."""
     try:
         asked = json.loads(call)
         if asked["name"] != "calculate":
@@ -50,7 +51,7 @@ def answer(call: str) -> str:
 
 def calculate(expression: str) -> str:
     """
-    The value of an expression.
+    Return the value of an expression.
 
     Args:
         expression: Of numbers, + - * / and parentheses.
@@ -60,7 +61,7 @@ def calculate(expression: str) -> str:
 
 
 def value(node: ast.AST) -> float:
-    """Of an expression's tree; nothing is run that is not in OPERATORS."""
+    """Return an expression's value by its tree; nothing is run that is not in OPERATORS."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return number

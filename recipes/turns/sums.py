@@ -8,7 +8,7 @@ CALL = re.compile(r"(-?\d+(?: [+-] \d+)*) =\s*")
 
 
 def respond(messages: list[dict[str, str]], ground_truth: str, extra_info: dict) -> str | None:
-    """The sum; None, which ends the response, where the turn is no call."""
+    """Return the sum; None, which ends the response, where the turn is no call."""
     call = CALL.fullmatch(messages[-1]["content"])
     if call is None:
         return None

@@ -28,7 +28,7 @@ class Renderer(Protocol):
         ...
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens behind the end of an assistant's turn that `messages` follow; raises DataError."""
+        """Return the tokens behind the end of an assistant's turn that ``messages`` follow; raises DataError."""
         ...
 
 
@@ -66,7 +66,7 @@ class AnswerTree:
     """
 
     def __init__(self, end_token: int) -> None:
-        """``end_token``: what the chat template puts behind an assistant's turn."""
+        """Set up; ``end_token``: what the chat template puts behind an assistant's turn."""
         self._end_token = end_token
         self._answers: list[_Answer] = []
         self._by_digest: dict[str, int] = {}
@@ -129,8 +129,8 @@ def digests(messages: Sequence[Message], tools: Any = None) -> list[str]:
 
 
 def _next_digest(before: str, message: Message) -> str:
-    """Messages are the same where role, stripped text, tool calls and the call that is answered are; ids of an
-    assistant's calls, its reasoning and unknown fields do not count."""
+    """Digest what counts: messages are the same where role, stripped text, tool calls and the call that is answered
+    are; ids of an assistant's calls, its reasoning and unknown fields do not count."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
     content = (message.get("content") or "").strip()
     return _digest([before, message["role"], content, calls, message.get("tool_call_id")])

@@ -82,7 +82,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def completion_of(answer: Answer, identity: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer as a chat completion; `token_ids` beside the standard's fields are what was sampled."""
+    """Return an answer as a chat completion; ``token_ids`` beside the standard's fields are what was sampled."""
     choice = {
         "index": 0,
         "message": wire_message(answer.message),
@@ -134,7 +134,7 @@ def usage_of(answer: Answer) -> dict[str, int]:
 
 
 def _head(identity: str, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Fields of every object; the time is left at 0, so that a run repeats."""
+    """Return the fields of every object; the time is left at 0, so that a run repeats."""
     return {"id": f"chatcmpl-{identity}", "object": kind, "created": 0, "model": str(body.get("model", "policy"))}
 
 

@@ -142,7 +142,7 @@ class Endpoint:
         return web.json_response(responses.response_of(answer, identity, body))
 
     async def _read(self, request: web.Request) -> tuple[AgentTrajectory, dict[str, Any], str]:
-        """The trajectory of a request's key, its body, and a digest of that."""
+        """Return the trajectory of a request's key, its body, and a digest of that."""
         trajectory = self._trajectory(request)
         try:
             content = await request.read()

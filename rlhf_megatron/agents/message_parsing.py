@@ -12,8 +12,8 @@ from rlhf_megatron.rollout import engine_registry
 
 
 class ReadAnswer(NamedTuple):
-    """A turn as a program gets it; `kept`: how many of its tokens stay; `stop`: the text that ended it;
-    `unread`: how many calls it begins beyond those that could be read."""
+    """A turn as a program gets it; ``kept``: how many of its tokens stay; ``stop``: the text that ended it;
+    ``unread``: how many calls it begins beyond those that could be read."""
 
     message: Message
     finish_reason: str
@@ -41,7 +41,7 @@ class Parsers(Protocol):
 
 
 class AnswerReader:
-    """Reads turns with the parsers of a recipe. What it makes of a text changes no token."""
+    """Reader of turns by the parsers of a recipe. What it makes of a text changes no token."""
 
     def __init__(self, section: Parsers, tokenizer: Tokenizer, key: str = "rollout.agent") -> None:
         """Load the parsers of a section, whose ``key`` is for messages. Raises RolloutError where vLLM lacks one."""
@@ -76,7 +76,7 @@ class AnswerReader:
         return ReadAnswer(message, reason, kept, stop, max(unread - len(calls), 0))
 
     def _stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int, str]:
-        """The text up to the first stop text, how many tokens are needed to say that, and which it is."""
+        """Return the text up to the first stop text, how many tokens are needed to say that, and which it is."""
         text = self._text(token_ids)
         places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
         if not places:
@@ -93,7 +93,8 @@ class AnswerReader:
         return text[:place], low, stop
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """The text of a turn; with parsers, control tokens within it are written out, as some mark calls by them."""
+        """Return the text of a turn; with parsers, control tokens within it are written out, as some mark calls by
+        them."""
         if self._tools is None and self._reasoning is None:
             return self._tokenizer.decode(token_ids)
         own = token_ids[:-1] if token_ids and token_ids[-1] in self._tokenizer.stop_token_ids else token_ids

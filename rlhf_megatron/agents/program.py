@@ -46,7 +46,7 @@ class Play:
         self._endpoint.call(self.trajectory.end, outcome)
 
     def next_event(self, completion: Completion) -> Future[Event]:
-        """Deliver the last turn of a completion, if it has one; returns what the program does next."""
+        """Deliver the last turn of a completion, if it has one; return what the program does next."""
         future: Future[Event] = Future()
         self._endpoint.call(self.trajectory.expect, completion, future)
         return future

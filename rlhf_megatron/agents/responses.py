@@ -25,7 +25,7 @@ _UNSUPPORTED = ("conversation", "background", "prompt", "truncation")
 
 
 def question_of(body: Any, earlier: Sequence[Message] = ()) -> Question:
-    """Return what a request body asks, behind the messages of an `earlier` response. Sampling is the recipe's.
+    """Return what a request body asks, behind the messages of an ``earlier`` response. Sampling is the recipe's.
 
     Raises:
         Refusal: it is none, or asks for what is not supported.
@@ -82,7 +82,7 @@ def _tools_of(body: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def response_of(answer: Answer, identity: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer as a response; `token_ids` beside the standard's fields are what was sampled."""
+    """Return an answer as a response; ``token_ids`` beside the standard's fields are what was sampled."""
     is_cut = answer.finish_reason == "length"
     prompt, sampled = answer.prompt_tokens, len(answer.token_ids)
     return {

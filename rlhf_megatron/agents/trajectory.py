@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The program's end; `refused`: it had asked for more turns or tokens than there are."""
+    """The program's end; ``refused``: it had asked for more turns or tokens than there are."""
 
     outcome: Outcome
     refused: bool
@@ -75,7 +75,7 @@ class AgentTrajectory:
     """
 
     def __init__(self, tokenizer: Tokenizer, reader: AnswerReader, end_token: int, limits: Limits, seed: int) -> None:
-        """``seed``: ids of calls and responses follow from it, so that a run repeats."""
+        """Set up; ``seed``: ids of calls and responses follow from it, so that a run repeats."""
         self._tokenizer, self._reader, self._limits, self._seed = tokenizer, reader, limits, seed
         self._end_token, self._tree = end_token, AnswerTree(end_token)
         self._of_tools: dict[str, Tokenizer] = {}
@@ -130,7 +130,7 @@ class AgentTrajectory:
     # ---- of the engine
 
     def expect(self, completion: Completion, future: Future[Event]) -> None:
-        """Deliver a turn of the engine's, if there is one, and settle `future` with what comes next."""
+        """Deliver a turn of the engine's, if there is one, and settle ``future`` with what comes next."""
         self._future = future
         if completion.token_ids:
             self._deliver(completion)
@@ -193,7 +193,7 @@ class AgentTrajectory:
         return Refusal(f"{text} (docs/agents.md#limits)", 400, code)
 
     def _tokenizer_of(self, question: Question) -> Tokenizer:
-        """The tokenizer whose template describes the question's tools."""
+        """Return the tokenizer whose template describes the question's tools."""
         if question.tools is None:
             return self._tokenizer
         key = repr(question.tools)

@@ -23,7 +23,7 @@ from rlhf_megatron.recipe import AlgorithmSection
 
 
 def grpo_advantages(rewards: Tensor, group_id: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """rewards [R], group_id [R] -> [R]: reward minus the group's mean, over the group's standard deviation.
+    """Map rewards [R], group_id [R] -> [R]: reward minus the group's mean, over the group's standard deviation.
 
     DeepSeekMath (arXiv 2402.03300), section 4.1.2, with the unbiased standard deviation; without ``normalize_by_std``
     the form of Dr.GRPO (arXiv 2503.20783). A group of one, or one with equal rewards, has advantages of exactly 0.
@@ -33,7 +33,7 @@ def grpo_advantages(rewards: Tensor, group_id: Tensor, normalize_by_std: bool = 
 
 
 def rloo_advantages(rewards: Tensor, group_id: Tensor) -> Tensor:
-    """rewards [R] -> [R]: reward minus the mean of the other rewards in its group (arXiv 2402.14740, eq. 8).
+    """Map rewards [R] -> [R]: reward minus the mean of the other rewards in its group (arXiv 2402.14740, eq. 8).
 
     A group of one has nothing to be compared with and gets 0.
     """
@@ -42,7 +42,7 @@ def rloo_advantages(rewards: Tensor, group_id: Tensor) -> Tensor:
 
 
 def opo_advantages(rewards: Tensor, group_id: Tensor, lengths: Tensor) -> Tensor:
-    """rewards [R], lengths [R] in sampled tokens -> [R]: reward minus the group's mean weighted by length.
+    """Map rewards [R], lengths [R] in sampled tokens -> [R]: reward minus the group's mean weighted by length.
 
     The baseline of least variance where a response's gradient grows with its length (OPO, arXiv 2505.23585). A group
     of one, or one with equal rewards, gets exactly 0.
@@ -51,7 +51,7 @@ def opo_advantages(rewards: Tensor, group_id: Tensor, lengths: Tensor) -> Tensor
 
 
 def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_id: Tensor) -> Tensor:
-    """rewards [R] -> [R]: reward minus the group's mean, over the standard deviation of that in the whole batch.
+    """Map rewards [R] -> [R]: reward minus the group's mean, over the standard deviation of that in the whole batch.
 
     REINFORCE++ with baseline (arXiv 2501.03262v9, section 3). The mean over the batch is 0 already, so it is not
     subtracted, and a group with equal rewards keeps advantages of exactly 0.
@@ -62,7 +62,7 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group_id: Tensor) -
 
 
 def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
-    """rewards [R], baseline_rewards [R] of the greedy response to each row's prompt -> [R]: their difference.
+    """Map rewards [R], baseline_rewards [R] of the greedy response to each row's prompt -> [R]: their difference.
 
     ReMax (arXiv 2310.10505, algorithm 1).
     """
@@ -70,7 +70,7 @@ def remax_advantages(rewards: Tensor, baseline_rewards: Tensor) -> Tensor:
 
 
 def gpg_advantages(rewards: Tensor, group_id: Tensor, normalize_by_std: bool = False) -> Tensor:
-    """rewards [R] -> [R]: alpha * (reward - group's mean), by the group's deviation too if ``normalize_by_std``.
+    """Map rewards [R] -> [R]: alpha * (reward - group's mean), by the group's deviation too if ``normalize_by_std``.
 
     GPG (arXiv 2504.02546): alpha = R / (R - M) where M rows are in groups whose rewards are all equal, so that these
     do not dilute the gradient. They themselves get exactly 0.
@@ -82,7 +82,7 @@ def gpg_advantages(rewards: Tensor, group_id: Tensor, normalize_by_std: bool = F
 def pass_at_k_advantages(
     rewards: Tensor, group_id: Tensor, k: int | None = None, normalize_by_std: bool = False
 ) -> Tensor:
-    """rewards [R] -> [R]: how much a response adds to the best of k, over all sets of k of its group that it is in.
+    """Map rewards [R] -> [R]: how much a response adds to the best of k, over all sets of k of its group that it is in.
 
     The mean over those sets of max(set) - max(set without it), which is unbiased for the gradient of the expected best
     of k, up to the factor k: Walder and Karkhanis, arXiv 2505.15201, eq. 33. With r in ascending order and n responses,
@@ -130,8 +130,8 @@ class Outcomes:
 
 
 def outcomes(numbers: RowNumbers, penalties: Tensor | None = None) -> Outcomes:
-    """The outcomes of the trajectories of rows, whose tokens' ``penalties`` are summed [R]; rows of one trajectory have
-    one reward, and all of their penalties and tokens count."""
+    """Return the outcomes of the trajectories of rows, whose tokens' ``penalties`` are summed [R]; rows of one
+    trajectory have one reward, and all of their penalties and tokens count."""
     of_rows = None if numbers.trajectory_id is None else numbers.trajectories
     first = numbers.of_trajectories()
     rewards, baseline = first.rewards.double(), first.baseline_rewards
@@ -145,7 +145,7 @@ def outcomes(numbers: RowNumbers, penalties: Tensor | None = None) -> Outcomes:
 
 
 def _sums(values: Tensor, of_rows: Tensor | None) -> Tensor:
-    """[R], [R] -> [N]: the sum over the rows of each trajectory; without several, themselves."""
+    """Map [R], [R] -> [N]: the sum over the rows of each trajectory; without several, themselves."""
     if of_rows is None or not len(of_rows):
         return values
     return values.new_zeros(int(of_rows.max()) + 1).index_add(0, of_rows, values)
@@ -181,7 +181,8 @@ def _reinforce_plus_plus_baseline(rows: Outcomes, settings: AlgorithmSection) ->
 
 
 def _reinforce_plus_plus(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals) -> RolloutBatch:
-    """Discounted sums of what follows each token, whitened over all sampled tokens (arXiv 2501.03262v9, section 3)."""
+    """Return discounted sums of what follows each token, whitened over all sampled tokens (arXiv 2501.03262v9, section
+    3)."""
     mask = batch.response_mask
     gamma = factors(settings.gamma, batch, settings.discount_per)
     following = discounted_sums(rewards_of_tokens(batch)[mask], batch.response_lengths, gamma)
@@ -201,7 +202,7 @@ def _gae(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals) -> Rol
 
 
 def _on_tokens(sampled: Tensor, mask: Tensor) -> Tensor:
-    """[n] -> [T]: values of the sampled tokens at their places, 0 elsewhere."""
+    """Map [n] -> [T]: values of the sampled tokens at their places, 0 elsewhere."""
     return torch.zeros(len(mask), dtype=sampled.dtype).masked_scatter(mask, sampled)
 
 
@@ -223,8 +224,8 @@ OF_TOKENS: dict[str, Callable[[RolloutBatch, AlgorithmSection, Totals], RolloutB
 
 
 def row_advantages(rows: Outcomes, settings: AlgorithmSection) -> Tensor | None:
-    """[R] float32: the advantage of each row of a whole step by ``settings.advantage``, which all of its sampled tokens
-    have; None where each token has its own."""
+    """Return [R] float32: the advantage of each row of a whole step by ``settings.advantage``, which all of its sampled
+    tokens have; None where each token has its own."""
     estimator = OF_ROWS.get(settings.advantage)
     if estimator is None:
         return None
@@ -233,5 +234,5 @@ def row_advantages(rows: Outcomes, settings: AlgorithmSection) -> Tensor | None:
 
 
 def token_advantages(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals = ALONE) -> RolloutBatch:
-    """A share of a step's rows with ``advantages`` [T] of tokens, and ``returns`` [T] where a critic learns."""
+    """Return a share of a step's rows with ``advantages`` [T] of tokens, and ``returns`` [T] where a critic learns."""
     return OF_TOKENS[settings.advantage](batch, settings, totals)

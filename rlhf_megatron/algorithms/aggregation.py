@@ -9,7 +9,7 @@ from rlhf_megatron.data.rollout_batch import marked_in_rows, on_marked
 
 
 def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
-    """response_mask [T] bool, cu_seqlens [R + 1] of a WHOLE minibatch -> weights [T] float64-computed float32.
+    """Map response_mask [T] bool, cu_seqlens [R + 1] of a WHOLE minibatch -> weights [T] float64-computed float32.
 
     The loss is sum(weights * per_token_loss), on whatever ranks and in whatever micro-batches the terms are added:
 
@@ -29,7 +29,7 @@ def token_weights(response_mask: Tensor, cu_seqlens: Tensor, aggregation: str, c
 def row_weights(
     response_lengths: Tensor, aggregation: str, constant: float | None = None, trajectories: Tensor | None = None
 ) -> Tensor:
-    """response_lengths [R] of a WHOLE minibatch -> [R] float32: the ``token_weights`` of each row's sampled tokens.
+    """Map response_lengths [R] of a WHOLE minibatch -> [R] float32: the ``token_weights`` of each row's sampled tokens.
 
     Rows with the same number in ``trajectories`` [R] weigh as one response of all their tokens.
     """

@@ -21,7 +21,7 @@ from rlhf_megatron.recipe.algorithm import RolloutCorrectionSection
 def correction_weights(
     log_ratio: Tensor, row: Tensor, rows: int, settings: RolloutCorrectionSection
 ) -> tuple[Tensor, Tensor]:
-    """log_ratio [n] = trainer - rollout logprobs of the sampled tokens, row [n] their row out of ``rows``.
+    """Weigh log_ratio [n], trainer - rollout logprobs of the sampled tokens; row [n] is their row out of ``rows``.
 
     Gives (weights [n], rejected [rows] bool). With rho the ratio of a token, or of its whole row (the product of its
     tokens') at level sequence:
@@ -60,7 +60,8 @@ def correction_weights(
 def with_correction(
     batch: RolloutBatch, settings: RolloutCorrectionSection, totals: Totals = ALONE
 ) -> tuple[RolloutBatch, dict[str, float]]:
-    """(the batch with ``correction`` [T], metrics of all shares); as it is, and {}, where the settings ask for nothing.
+    """Return (the batch with ``correction`` [T], metrics of all shares); as it is, and {}, where the settings ask for
+    nothing.
 
     ``train/correction_effective_fraction`` is the effective sample size of the weights over the tokens.
     """

@@ -10,7 +10,7 @@ from rlhf_megatron.algorithms.totals import ALONE, Totals, count, kth_lowest, la
 
 
 def effective_sample_fraction(weights: Tensor, totals: Totals = ALONE) -> float:
-    """[n] -> (sum w)^2 / (n sum w^2): Kish's effective sample size, over n; 0 where all weights are 0."""
+    """Map [n] -> (sum w)^2 / (n sum w^2): Kish's effective sample size, over n; 0 where all weights are 0."""
     plain, square = totals.sum(torch.stack([weights.sum(), weights.square().sum()])).tolist()
     return float(plain) ** 2 / (count(weights, totals) * float(square)) if square else 0.0
 
@@ -18,7 +18,7 @@ def effective_sample_fraction(weights: Tensor, totals: Totals = ALONE) -> float:
 def mismatch_metrics(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, totals: Totals = ALONE
 ) -> dict[str, float]:
-    """Measures how far trainer and rollout disagree about the same weights; all [T], over the sampled tokens.
+    """Measure how far trainer and rollout disagree about the same weights; all [T], over the sampled tokens.
 
     ``train/mismatch_kl`` estimates KL(rollout || trainer) by k3: the samples are the rollout's.
     ``train/mismatch_effective_fraction`` is the effective sample size of the ratios trainer / rollout, over the tokens.
@@ -39,7 +39,8 @@ def mismatch_metrics(
 
 
 def explained_variance(values: Tensor, returns: Tensor, totals: Totals = ALONE) -> float:
-    """values [n], returns [n] -> 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant.
+    """Map values [n], returns [n] -> 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a
+    constant.
 
     nan is not told: where all returns are equal there is nothing to explain, and the result is 0.
     """

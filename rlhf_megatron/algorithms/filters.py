@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def informative_rows(values: Tensor, group_id: Tensor) -> Tensor:
-    """values [R], group_id [R] -> [R] bool: the row's group has at least two different values.
+    """Map values [R], group_id [R] -> [R] bool: the row's group has at least two different values.
 
     Dynamic sampling of DAPO (arXiv 2503.14476, eq. 11) keeps groups with some but not all answers right; for rewards of
     0 and 1 this is the same. A group of one has nothing to be compared with and is not kept.
@@ -20,7 +20,8 @@ def informative_rows(values: Tensor, group_id: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
-    """lengths [R] in sampled tokens -> [R] float32, to be added to the rewards: 0 up to limit - buffer, then falling.
+    """Map lengths [R] in sampled tokens -> [R] float32, to be added to the rewards: 0 up to limit - buffer, then
+    falling.
 
     The soft penalty of DAPO (arXiv 2503.14476, eq. 13), times ``factor``: inside the buffer
     -factor * (length - (limit - buffer)) / buffer, beyond ``limit`` -factor. Raises ValueError for a buffer that is not

@@ -12,13 +12,13 @@ EPSILON = 1e-6
 
 
 def _group_sums(values: Tensor, index: Tensor) -> Tensor:
-    """[R], [R] -> [groups]: the sum over each group's rows."""
+    """Map [R], [R] -> [groups]: the sum over each group's rows."""
     groups = int(index.max()) + 1 if len(index) else 0
     return torch.zeros(groups, dtype=values.dtype).index_add_(0, index, values)
 
 
 def group_means(values: Tensor, group_id: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(mean of each row's group, size of each row's group), both [R]; groups are rows of equal ``group_id``.
+    """Return (mean of each row's group, size of each row's group), both [R]; groups are rows of equal ``group_id``.
 
     With ``weights`` [R] the mean is weighted by them; it is 0 in a group whose weights are all 0.
     """
@@ -32,7 +32,8 @@ def group_means(values: Tensor, group_id: Tensor, weights: Tensor | None = None)
 
 
 def centred_in_group(values: Tensor, group_id: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(values minus the mean of their group, size of the group), both [R]; exactly 0 where a group's are all equal.
+    """Return (values minus the mean of their group, size of the group), both [R]; exactly 0 where a group's are all
+    equal.
 
     ``weights`` as in ``group_means``.
     """
@@ -45,14 +46,14 @@ def centred_in_group(values: Tensor, group_id: Tensor, weights: Tensor | None = 
 
 
 def deviation_in_group(centred: Tensor, group_id: Tensor) -> Tensor:
-    """[R] values minus their group's mean -> [R]: the group's unbiased standard deviation; 0 in a group of one."""
+    """Map [R] values minus their group's mean -> [R]: the group's unbiased standard deviation; 0 in a group of one."""
     square, size = group_means(centred.square(), group_id)
     return (square * size / (size - 1).clamp(min=1)).sqrt()
 
 
 def whitened(values: Tensor, totals: Totals = ALONE) -> Tensor:
-    """[n] -> [n]: minus the mean, over the unbiased standard deviation, both of all shares' values; exactly 0 where all
-    are equal, or one alone."""
+    """Map [n] -> [n]: minus the mean, over the unbiased standard deviation, both of all shares' values; exactly 0 where
+    all are equal, or one alone."""
     number = count(values, totals)
     if number < 2:
         return torch.zeros_like(values)

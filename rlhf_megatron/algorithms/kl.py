@@ -18,7 +18,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, gradient: str | None = None) -> Tensor:
-    """[n], [n] -> [n] nats. With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """Map [n], [n] -> [n] nats. With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     k1 and k3 are unbiased; k2 and k3 are never negative. k3 takes d between -20 and 20, so that one token which the
     policy has all but excluded cannot overflow. As terms of a loss they differ: the expected gradient is 0 for k1,
@@ -42,7 +42,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str, gr
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d. Near 0 the terms cancel to d^2 / 2, so there it is its Taylor series, to d^6."""
+    """Return exp(-d) - 1 + d. Near 0 the terms cancel to d^2 / 2, so there it is its Taylor series, to d^6."""
     d = difference
     small = d.abs() < 0.05  # the first term left out is d^5 / 2520 of the whole: 1e-10
     series = d.square() * (1 / 2 - d * (1 / 6 - d * (1 / 24 - d * (1 / 120 - d / 720))))
@@ -50,7 +50,7 @@ def _k3(difference: Tensor) -> Tensor:
 
 
 def with_kl_penalties(batch: RolloutBatch, settings: AlgorithmSection, coefficient: float) -> RolloutBatch:
-    """The batch with ``penalties`` [T]: coefficient * KL(old policy, reference) of each sampled token.
+    """Return the batch with ``penalties`` [T]: coefficient * KL(old policy, reference) of each sampled token.
 
     Advantages are of the reward less these: RLHF's reward (arXiv 2203.02155, eq. 2).
     """
@@ -63,12 +63,12 @@ class KLController:
     """The coefficient of the KL term: fixed, or raised and lowered so that the KL stays near its target."""
 
     def __init__(self, settings: AlgorithmSection) -> None:
-        """Starts at ``settings.kl_coef``."""
+        """Start at ``settings.kl_coef``."""
         self.coefficient = settings.kl_coef
         self._settings = settings.kl_controller
 
     def observe(self, divergence: float, responses: int) -> None:
-        """After a step of ``responses`` rows with a mean ``divergence`` in nats per token.
+        """Take note of a step of ``responses`` rows with a mean ``divergence`` in nats per token.
 
         Proportional control in the logarithm (Ziegler et al. 2019, arXiv 1909.08593, section 2.2): the coefficient is
         multiplied by 1 + clip(divergence / target - 1, -0.2, 0.2) * min(1, responses / horizon). Their steps are
@@ -79,11 +79,11 @@ class KLController:
             self.coefficient *= 1.0 + error * min(1.0, responses / self._settings.horizon)
 
     def state(self) -> dict[str, float]:
-        """State for a checkpoint."""
+        """Return state for a checkpoint."""
         return {"coefficient": self.coefficient}
 
     def load(self, state: dict[str, float]) -> None:
-        """Goes on where ``state`` was taken; a fixed coefficient is the recipe's."""
+        """Go on where ``state`` was taken; a fixed coefficient is the recipe's."""
         if self._settings.type == "adaptive":
             coefficient = float(state["coefficient"])
             if not 0.0 <= coefficient < math.inf:

@@ -23,8 +23,8 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 def objective_fields(
     minibatch: RolloutBatch, settings: AlgorithmSection, weights_of_rows: Tensor, totals: Totals = ALONE
 ) -> dict[str, Tensor]:
-    """Inputs of ``policy_objective`` for each token [T] of a share of a WHOLE minibatch, before it is cut: what depends
-    on more than a row is decided here. ``weights_of_rows`` [R] are the ``row_weights`` of the share's rows.
+    """Return inputs of ``policy_objective`` for each token [T] of a share of a WHOLE minibatch, before it is cut: what
+    depends on more than a row is decided here. ``weights_of_rows`` [R] are the ``row_weights`` of the share's rows.
     """
     weights = minibatch.spread(weights_of_rows)
     if minibatch.correction is not None:
@@ -51,7 +51,7 @@ def rows_to_learn(numbers: RowNumbers, has_advantage: Tensor | None, settings: A
 
 
 def learns_from_all(settings: AlgorithmSection) -> bool:
-    """True where rows without an advantage have a gradient too, or are kept whatever they have."""
+    """Return True where rows without an advantage have a gradient too, or are kept whatever they have."""
     return (
         settings.zero_advantage_rows == "keep"
         or settings.policy_loss == "kl_cov"
@@ -75,7 +75,7 @@ def policy_objective(
     settings: AlgorithmSection,
     kl_coef: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """logprobs [n] and entropy [n] of the sampled tokens of some rows, and their ``fields`` [n] -> (loss, metrics).
+    """Map logprobs [n] and entropy [n] of the sampled tokens of some rows, and their ``fields`` [n] -> (loss, metrics).
 
     The loss is a sum over these tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy); since weights
     are normalised over the whole minibatch, sums over its parts add up to its loss. ``kl_coef`` (default: the
@@ -103,7 +103,7 @@ def policy_objective(
 
 
 def _own_correction(logprobs: Tensor, fields: dict[str, Tensor], settings: AlgorithmSection) -> Tensor:
-    """[n]: ``with_correction``'s weights, where the old logprobs are those of this very pass; or 1."""
+    """Return [n]: ``with_correction``'s weights, where the old logprobs are those of this very pass; or 1."""
     if not settings.rollout_correction.is_used or not len(logprobs):
         return torch.ones_like(logprobs)
     log_ratio = (logprobs - fields["rollout_logprobs"]).double()
@@ -113,7 +113,7 @@ def _own_correction(logprobs: Tensor, fields: dict[str, Tensor], settings: Algor
 
 
 def value_objective(values: Tensor, fields: dict[str, Tensor], clip: float | None) -> tuple[Tensor, Metrics]:
-    """values [n] of the sampled tokens of some rows, and their ``fields`` [n] -> (loss, metrics).
+    """Map values [n] of the sampled tokens of some rows, and their ``fields`` [n] -> (loss, metrics).
 
     The loss is a sum over these tokens of weight * value loss, as in ``policy_objective``; ``clip`` as in
     ``value_loss``.

@@ -34,7 +34,7 @@ class Tokens:
         return (self.logprobs - self.old_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
     def row_means(self, values: Tensor) -> Tensor:
-        """[n] -> [n]: the mean over the token's row. The same bits in every run: no atomic additions."""
+        """Map [n] -> [n]: the mean over the token's row. The same bits in every run: no atomic additions."""
         if not len(values):  # segment_reduce wants a segment
             return values
         count = self.row.unique_consecutive(return_counts=True)[1]
@@ -42,7 +42,7 @@ class Tokens:
         return means.repeat_interleave(count, output_size=len(values))
 
     def as_sequence(self, log_ratio: Tensor) -> Tensor:
-        """[n] -> [n]: the row's mean, with the gradient of a token's own.
+        """Map [n] -> [n]: the row's mean, with the gradient of a token's own.
 
         GSPO-token (arXiv 2507.18071, eq. 14): summed over a row with equal weights and one advantage, gradients are
         those of the mean itself, and an advantage per token keeps its meaning.
@@ -62,7 +62,7 @@ PolicyLossFunction = Callable[[Tokens, AlgorithmSection], PolicyLoss]
 
 
 def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: AlgorithmSection) -> PolicyLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 with dual clip."""
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0 with dual clip."""
     ratio = log_ratio.exp()
     free = -ratio * advantages
     bounded = -ratio.clamp(1.0 - settings.clip_ratio_low, 1.0 + settings.clip_ratio_high) * advantages
@@ -75,7 +75,8 @@ def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, settings: Algorith
 
 
 def clip_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO (arXiv 2503.14476, eq. 8).
+    """Return PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO (arXiv 2503.14476, eq.
+    8).
 
     With ``clip_ratio_dual`` c the loss of a token with A < 0 is at most -c A (arXiv 1912.09729, eq. 5).
     """
@@ -83,12 +84,13 @@ def clip_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
 
 
 def gspo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """The same with the sequence's ratio, the geometric mean over its tokens (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
+    """Return the same with the sequence's ratio, the geometric mean over its tokens (GSPO, arXiv 2507.18071, eq. 5 and
+    7)."""
     return _clipped_surrogate(tokens.as_sequence(tokens.log_ratio), tokens.advantages, settings)
 
 
 def gmpo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-A times the geometric mean of the tokens' clipped ratios (GMPO, arXiv 2507.20673).
+    """Return -A times the geometric mean of the tokens' clipped ratios (GMPO, arXiv 2507.20673).
 
     The bounds are those of the LOGARITHM of a token's ratio, -low and high, and each holds in the one direction that
     the advantage pushes to.
@@ -101,7 +103,8 @@ def gmpo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
 
 
 def cispo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-clip(r, 1 - low, 1 + high) A logprob, without gradient through the ratio (CISPO, arXiv 2506.13585, eq. 4 and 5).
+    """Return -clip(r, 1 - low, 1 + high) A logprob, without gradient through the ratio (CISPO, arXiv 2506.13585, eq. 4
+    and 5).
 
     Every token keeps a gradient; the clipped weight bounds it. The loss's value has no meaning.
     """
@@ -111,7 +114,7 @@ def cispo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
 
 
 def sapo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a gate instead of a bound (SAPO, arXiv 2511.20347).
+    """Return -A (4 / tau) sigmoid(tau (r - 1)): a gate instead of a bound (SAPO, arXiv 2511.20347).
 
     tau is ``sapo.temperature_positive`` where A > 0, else ``sapo.temperature_negative``.
     """
@@ -122,34 +125,37 @@ def sapo_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
 
 
 def clip_cov_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """``clip_loss`` without the selected tokens of high covariance (arXiv 2505.22617, eq. 11 and 12)."""
+    """Return ``clip_loss`` without the selected tokens of high covariance (arXiv 2505.22617, eq. 11 and 12)."""
     assert tokens.selected is not None
     clip = clip_loss(tokens, settings)
     return PolicyLoss(torch.where(tokens.selected, 0.0, clip.per_token), clip.clipped | tokens.selected)
 
 
 def kl_cov_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-r A, plus kl_coef |log r| on the selected tokens of highest covariance (arXiv 2505.22617, eq. 13 and 14)."""
+    """Return -r A, plus kl_coef |log r| on the selected tokens of highest covariance (arXiv 2505.22617, eq. 13 and
+    14)."""
     assert tokens.selected is not None
     penalty = torch.where(tokens.selected, settings.covariance.kl_coef * tokens.log_ratio.abs(), 0.0)
     return PolicyLoss(-tokens.log_ratio.exp() * tokens.advantages + penalty, tokens.selected)
 
 
 def dppo_tv_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-M r A, with M by the distance |new - old| of the token's probability (DPPO, arXiv 2602.04879, eq. 12 and 13)."""
+    """Return -M r A, with M by the distance |new - old| of the token's probability (DPPO, arXiv 2602.04879, eq. 12 and
+    13)."""
     distance = (tokens.logprobs.exp() - tokens.old_logprobs.exp()).abs()
     return _masked_surrogate(tokens, distance.detach(), settings)
 
 
 def dppo_kl_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-M r A, with M by the KL(old || new) between "this token" and "another" (arXiv 2602.04879, eq. 12 and 14)."""
+    """Return -M r A, with M by the KL(old || new) between "this token" and "another" (arXiv 2602.04879, eq. 12 and
+    14)."""
     old, new = (logprobs.detach().exp().clamp(max=1.0 - 1e-6) for logprobs in (tokens.old_logprobs, tokens.logprobs))
     other = (1.0 - old) * (torch.log1p(-old) - torch.log1p(-new))
     return _masked_surrogate(tokens, other - old * tokens.log_ratio.detach(), settings)
 
 
 def _masked_surrogate(tokens: Tokens, divergence: Tensor, settings: AlgorithmSection) -> PolicyLoss:
-    """-M r A. M = 0 where the advantage pushes a token further away that is beyond its bound, low where A < 0.
+    """Return -M r A. M = 0 where the advantage pushes a token further away that is beyond its bound, low where A < 0.
 
     With ``clip_ratio_dual`` c it is -M min(r, c) A logprob, without gradient through the ratio (section 5.4): below c
     the gradient is the same, above it the token keeps one of weight c.
@@ -165,7 +171,8 @@ def _masked_surrogate(tokens: Tokens, divergence: Tensor, settings: AlgorithmSec
 
 
 def reinforce_loss(tokens: Tokens, settings: AlgorithmSection) -> PolicyLoss:
-    """-A logprob: the policy gradient without a ratio, for one update per step (Williams 1992; arXiv 2504.02546)."""
+    """Return -A logprob: the policy gradient without a ratio, for one update per step (Williams 1992; arXiv
+    2504.02546)."""
     return PolicyLoss(-tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.row, dtype=torch.bool))
 
 

@@ -15,8 +15,8 @@ from rlhf_megatron.data.rollout_batch import RolloutBatch, marked_in_rows, turn_
 
 
 def rewards_of_tokens(batch: RolloutBatch) -> Tensor:
-    """[T] float64: each row's reward on its last sampled token, less the penalty of each token. Parts of it that are of
-    single turns lie on the last tokens of these.
+    """Return [T] float64: each row's reward on its last sampled token, less the penalty of each token. Parts of it that
+    are of single turns lie on the last tokens of these.
 
     A response without tokens has nothing to put its reward on. One that was cut off ends at its last token like any
     other: what might have followed is not estimated.
@@ -38,7 +38,7 @@ def _in_rows(values: Tensor, batch: RolloutBatch) -> Sequence[Tensor]:
 
 
 def factors(factor: float, batch: RolloutBatch, per: str) -> Tensor:
-    """[n] of the sampled tokens: what a discount leaves from one to the next, ``per`` token or turn.
+    """Return [n] of the sampled tokens: what a discount leaves from one to the next, ``per`` token or turn.
 
     Per turn, all of a turn's tokens are one action, as far as the discount goes: it is applied where a turn ends.
     """
@@ -50,7 +50,7 @@ def factors(factor: float, batch: RolloutBatch, per: str) -> Tensor:
 
 
 def on_last_turns(values: Tensor, batch: RolloutBatch) -> Tensor:
-    """[T] -> [T]: values of each row's last turn, 0 elsewhere."""
+    """Map [T] -> [T]: values of each row's last turn, 0 elsewhere."""
     ends = turn_ends(batch.response_mask, batch.lengths).long()
     # Of each token, how many turns end at it or behind it in its row.
     open_turns = [row.flip(0).cumsum(0).flip(0) for row in _in_rows(ends, batch)]
@@ -58,7 +58,7 @@ def on_last_turns(values: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 def discounted_sums(values: Tensor, counts: Tensor, factor: float | Tensor) -> Tensor:
-    """values [n], in rows of ``counts`` [R] -> [n]: s_t = v_t + factor_t * s_(t + 1) within each row."""
+    """Map values [n], in rows of ``counts`` [R] -> [n]: s_t = v_t + factor_t * s_(t + 1) within each row."""
     factor = factor if isinstance(factor, Tensor) else torch.full_like(values, factor)
     ends = counts.cumsum(0)
     order = counts.argsort(descending=True, stable=True)
@@ -80,7 +80,7 @@ def gae(
     gamma: float | Tensor = 1.0,
     gae_lambda: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """rewards [T], values [T] (before the token was sampled), both of packed rows -> (advantages [T], returns [T]).
+    """Map rewards [T], values [T] (before the token was sampled), both of packed rows -> (advantages [T], returns [T]).
 
     Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the sampled tokens of each row:
     delta_t = r_t + gamma V_(t + 1) - V_t, A_t = delta_t + gamma lambda A_(t + 1), return_t = A_t + V_t. The value after

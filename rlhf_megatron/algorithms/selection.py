@@ -18,13 +18,13 @@ from rlhf_megatron.recipe import AlgorithmSection
 
 
 def token_covariance(advantages: Tensor, logprobs: Tensor, totals: Totals = ALONE) -> Tensor:
-    """[n], [n] -> [n] float64: each token's part of the covariance of advantage and logprob over all shares."""
+    """Map [n], [n] -> [n] float64: each token's part of the covariance of advantage and logprob over all shares."""
     advantages, logprobs, number = advantages.double(), logprobs.double(), max(1, count(advantages, totals))
     return (advantages - total(advantages, totals) / number) * (logprobs - total(logprobs, totals) / number)
 
 
 def clip_cov_selection(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals = ALONE) -> Tensor:
-    """[T] bool: a share of the sampled tokens, drawn from those whose covariance lies between the bounds.
+    """Return [T] bool: a share of the sampled tokens, drawn from those whose covariance lies between the bounds.
 
     The draw hashes row, position and weight version, so that it does not depend on the order of rows.
     """
@@ -36,12 +36,12 @@ def clip_cov_selection(batch: RolloutBatch, settings: AlgorithmSection, totals: 
 
 
 def kl_cov_selection(batch: RolloutBatch, settings: AlgorithmSection, totals: Totals = ALONE) -> Tensor:
-    """[T] bool: the share of the sampled tokens with the highest covariance."""
+    """Return [T] bool: the share of the sampled tokens with the highest covariance."""
     return _first(-_covariance_of(batch, totals), batch, settings.covariance.fraction, batch.response_mask, totals)
 
 
 def _covariance_of(batch: RolloutBatch, totals: Totals) -> Tensor:
-    """[T] float64; minus infinity on tokens that were not sampled."""
+    """Return [T] float64; minus infinity on tokens that were not sampled."""
     assert batch.advantages is not None and batch.old_logprobs is not None
     mask = batch.response_mask
     of_sampled = token_covariance(batch.advantages[mask], batch.old_logprobs[mask], totals)
@@ -49,8 +49,8 @@ def _covariance_of(batch: RolloutBatch, totals: Totals) -> Tensor:
 
 
 def _first(keys: Tensor, batch: RolloutBatch, fraction: float, allowed: Tensor, totals: Totals) -> Tensor:
-    """[T] bool: the allowed tokens with the lowest keys of all shares, as many as ``fraction`` of the sampled, at least
-    one. Of equal ones those come first that stand first."""
+    """Return [T] bool: the allowed tokens with the lowest keys of all shares, as many as ``fraction`` of the sampled,
+    at least one. Of equal ones those come first that stand first."""
     marked = torch.stack([batch.response_mask.sum(), allowed.sum()])
     sampled, there = totals.sum(marked).tolist()
     wanted = min(max(1, int(fraction * sampled)), there)
@@ -66,7 +66,7 @@ def _first(keys: Tensor, batch: RolloutBatch, fraction: float, allowed: Tensor, 
 
 
 def _hash(values: Tensor) -> Tensor:
-    """int64 -> int64, well mixed: the finaliser of SplitMix64 (Steele et al. 2014), with arithmetic modulo 2^64."""
+    """Map int64 -> int64, well mixed: the finaliser of SplitMix64 (Steele et al. 2014), with arithmetic modulo 2^64."""
     values = values + -7046029254386353131
     values = (values ^ (values >> 30 & (1 << 34) - 1)) * -4658895280553007687
     values = (values ^ (values >> 27 & (1 << 37) - 1)) * -7723592293110705685

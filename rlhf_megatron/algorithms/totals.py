@@ -20,10 +20,10 @@ class Totals(Protocol):
         """The number of the one that is here, from 0."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of all shares' ``values``."""
+        """Return the sum of all shares' ``values``."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest of all shares' ``values``."""
+        """Return the largest of all shares' ``values``."""
 
 
 class Alone:
@@ -44,17 +44,17 @@ ALONE = Alone()
 
 
 def total(values: Tensor, totals: Totals) -> Tensor:
-    """[n] -> []: the sum of all shares' values."""
+    """Map [n] -> []: the sum of all shares' values."""
     return totals.sum(values.sum())
 
 
 def count(values: Tensor, totals: Totals) -> int:
-    """[n] -> how many values all shares have."""
+    """Map [n] -> how many values all shares have."""
     return int(totals.sum(torch.tensor(len(values))))
 
 
 def largest(values: Tensor, totals: Totals) -> Tensor:
-    """[n] -> []: the largest of all shares' values; minus infinity where there are none."""
+    """Map [n] -> []: the largest of all shares' values; minus infinity where there are none."""
     return totals.largest(values.max() if len(values) else values.new_tensor(-torch.inf))
 
 
@@ -63,7 +63,7 @@ _VALUES = 1 << _DIGIT_BITS
 
 
 def kth_lowest(values: Tensor, place: int, totals: Totals) -> float:
-    """[n] float64 -> the value at ``place``, from 0, of all shares' in rising order; exactly.
+    """Map [n] float64 -> the value at ``place``, from 0, of all shares' in rising order; exactly.
 
     The bits of a float order it, so its digits are found one after the other from how many values have which.
     """

@@ -17,7 +17,7 @@ class ValueLoss:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; all tensors [n].
+    """Return max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; all tensors [n].
 
     The clipped value loss of PPO's implementation (arXiv 2005.12729, section 3, the first item); without ``clip`` half
     the squared error.

@@ -28,7 +28,7 @@ _PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
 
 
 def beginning(saved: int | None) -> str:
-    """Returns where a run resumes whose newest checkpoint is of step ``saved``."""
+    """Return where a run resumes whose newest checkpoint is of step ``saved``."""
     return "the beginning" if saved is None else f"step {saved}"
 
 
@@ -42,7 +42,7 @@ class Exports:
     """The exports of one run's actor. Every call is collective."""
 
     def __init__(self, context: RunContext[Recipe], actor: PlacedRole) -> None:
-        """Finds what a folder needs beside the weights: tokenizer, chat template, the model's code.
+        """Find what a folder needs beside the weights: tokenizer, chat template, the model's code.
 
         What an attempt that was killed has left half-written is cleared up. Raises UserError where that fails.
         """
@@ -58,7 +58,7 @@ class Exports:
                 raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
 
     def write_between(self, step: int) -> None:
-        """Writes the actor after a step that others follow; where that fails there is a warning, and the run goes on.
+        """Write the actor after a step that others follow; where that fails there is a warning, and the run goes on.
 
         Raises NotFiniteError on all ranks where the actor is not finite: no later step would make it so again.
         """
@@ -68,7 +68,8 @@ class Exports:
             self._context.say(f"warning: step {step} was not exported: {problem}")
 
     def _write(self, step: int) -> str | None:
-        """Writes the actor as it is now, and in its folder the adapters that it has; why that failed, where it did.
+        """Write the actor as it is now, and in its folder the adapters that it has; return why that failed, where it
+        did.
 
         The folder gets its name when all of it is on disk.
         """
@@ -103,7 +104,7 @@ class Exports:
         export_adapters(folder, base, actor.architecture, adaptation, sources, parameters, self._context.device)
 
     def write_last(self, saved: int | None) -> Path | None:
-        """Writes the last step where the recipe asks for that, and returns the folder; ``saved`` is the step of the
+        """Write the last step where the recipe asks for that, and return the folder; ``saved`` is the step of the
         newest checkpoint.
 
         While that fails and no checkpoint has the step, it is tried again, for the disk may get room meanwhile.
@@ -120,7 +121,7 @@ class Exports:
             return None
 
     def _write_with_patience(self, step: int, pauses: Sequence[int], goes_on: str) -> Path:
-        """Writes a step, again after each of the ``pauses`` in seconds; raises NotWritten where nothing helps."""
+        """Write a step, again after each of the ``pauses`` in seconds; raises NotWritten where nothing helps."""
         for pause in (*pauses, None):
             problem = self._write(step)
             if problem is None:

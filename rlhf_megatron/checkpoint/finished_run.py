@@ -14,13 +14,13 @@ from rlhf_megatron.runtime.recovery import RecoveryLog, since_last_beginning
 
 
 def how_to_go_on(recipe: Recipe) -> str:
-    """Says what to change in a run without anything left to do; its length is in steps or in epochs."""
+    """Say what to change in a run without anything left to do; its length is in steps or in epochs."""
     length = "steps" if recipe.epochs is None else "epochs"
     return f"for more raise {length}; for a new run use another name, or --resume none"
 
 
 def finished_line(recipe: Recipe, resume: str, recovery: RecoveryLog) -> str | None:
-    """Says that the run is finished, in one line; None where something is left to do, or cannot be ruled out.
+    """Say that the run is finished, in one line; None where something is left to do, or cannot be ruled out.
 
     It is finished where its last attempt has come to its very end (after export, trackers and report), with this
     recipe, and what it has made is still there: the last step's checkpoint, and the export that the recipe asks for.
@@ -42,14 +42,14 @@ def finished_line(recipe: Recipe, resume: str, recovery: RecoveryLog) -> str | N
 
 
 def _has_changed(recipe: Recipe, folder: RunFolder, own_budgets: set[str]) -> bool:
-    """Returns whether another recipe has made the last step; ``own_budgets`` are keys that runs set themselves."""
+    """Return whether another recipe has made the last step; ``own_budgets`` are keys that runs set themselves."""
     before, now = FilesOfRun(folder.path).recipe(), redact(recipe.model_dump(mode="json"))
     counted = {"steps"} if recipe.epochs is not None else set()  # from data that nobody has opened yet
     return any(key not in own_budgets | counted for key, _ in differing_values([before, now]))
 
 
 def _is_saved(folder: RunFolder, step: int) -> bool:
-    """Returns whether the newest checkpoint is of that step, with all of its files."""
+    """Return whether the newest checkpoint is of that step, with all of its files."""
     try:
         newest = next(iter(list_checkpoints(folder.checkpoints)), None)
         if newest is None or step_of(newest) != step:

@@ -89,7 +89,7 @@ def export_weights(
     device: torch.device | str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the model that ``sources`` hold, as ``write_checkpoint`` would; collective over the world.
+    """Write the model that ``sources`` hold, as ``write_checkpoint`` would; collective over the world.
 
     The ranks that hold some of it write its files, one after the other each; the first of them adds index and config.
     A writer has one file in host memory, and ``PORTION_BYTES`` (or one tensor) beside the buffers of regathering on
@@ -114,7 +114,8 @@ def export_weights(
 
 
 def _read_source(companions: Companions, architecture: Architecture) -> tuple[FileForm, list[CopiedTensor]]:
-    """The form of the files, and what is copied into them; raises OSError where those of the source are damaged."""
+    """Return the form of the files, and what is copied into them; raises OSError where those of the source are
+    damaged."""
     try:
         return export_form(companions, architecture), copied_tensors(companions.model, architecture.head)
     except ModelError as error:  # they were not at the start
@@ -130,7 +131,7 @@ def export_adapters(
     parameters: Mapping[str, Tensor],
     device: torch.device | str,
 ) -> None:
-    """Writes the adapters that ``sources`` hold as PEFT does, for the model in the folder ``base``; as above.
+    """Write the adapters that ``sources`` hold as PEFT does, for the model in the folder ``base``; as above.
 
     PEFT reads one file, so one rank writes it. Raises what ``export_weights`` does.
     """
@@ -153,7 +154,8 @@ def _write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def stored_in_order(architecture: Architecture, dtype: torch.dtype, form: FileForm) -> list[StoredTensor]:
-    """The tensors of an exported model in their order in the files: those of ``dtype``, then what stays float32."""
+    """Return the tensors of an exported model in their order in the files: those of ``dtype``, then what stays
+    float32."""
     blocks = {block.tensor: block for block in whole_blocks(architecture)}
     by_type = sorted(blocks.values(), key=lambda block: stays_float32(block.tensor))
     plain = ((each.tensor, _meta(each, torch.float32 if stays_float32(each.tensor) else dtype)) for each in by_type)
@@ -177,7 +179,8 @@ def _meta(block: Block, dtype: torch.dtype) -> Tensor:
 
 
 def writers_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """The rank that writes each file, given their bytes: writers far from each other, with about as much to do each."""
+    """Return the rank that writes each file, given their bytes: writers far from each other, with about as much to do
+    each."""
     count = min(len(sizes), len(ranks))
     load = {ranks[(2 * index + 1) * len(ranks) // (2 * count)]: 0 for index in range(count)}
     writers = [0] * len(sizes)
@@ -188,7 +191,7 @@ def writers_of(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def portions_of(files: Mapping[str, Sequence[FileTensor]], ranks: Sequence[int]) -> dict[int, list[Portion]]:
-    """Receipts of each rank, round after round."""
+    """Return receipts of each rank, round after round."""
     sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in files.values()]
     portions: dict[int, list[Portion]] = defaultdict(list)
     for (file, tensors), writer in zip(files.items(), writers_of(sizes, ranks), strict=True):
@@ -199,7 +202,7 @@ def portions_of(files: Mapping[str, Sequence[FileTensor]], ranks: Sequence[int])
 
 @contextlib.contextmanager
 def _published_by(rank: int, folder: Path, describe: Callable[[Path], None]) -> Iterator[Path]:
-    """Gives all ranks the folder to write into, to which ``rank`` then adds a description and gives its name.
+    """Give all ranks the folder to write into, to which ``rank`` then adds a description and gives its name.
 
     Collective as it begins and ends. Raises OSError on all ranks where that fails; the older folder is still there.
     """
@@ -215,7 +218,7 @@ def _published_by(rank: int, folder: Path, describe: Callable[[Path], None]) -> 
 
 
 def _write_files(partial: Path, files: Mapping[str, Sequence[FileTensor]], exchange: _Exchange, write: _Write) -> None:
-    """Writes ``files`` into ``partial``, by all ranks that hold something; collective over the world.
+    """Write ``files`` into ``partial``, by all ranks that hold something; collective over the world.
 
     Raises on all ranks the error of the first that has one, with its number; all stop in the round of the first error.
     """
@@ -250,7 +253,7 @@ def _write_synced(path: Path, tensors: dict[str, Tensor], write: _Write) -> None
 
 
 class _Exchange:
-    """Brings the tensors of a round from the ranks that hold them to those that write them."""
+    """Exchange of the tensors of a round from the ranks that hold them to those that write them."""
 
     def __init__(
         self,
@@ -263,7 +266,7 @@ class _Exchange:
         self._held = {shard: sources.blocks_of(shard) for shard in sources.ranks}
 
     def run(self, wanted: Mapping[int, Sequence[StoredTensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields what of ``wanted``, by rank, is this rank's, as files have it; collective over the world, once.
+        """Yield what of ``wanted``, by rank, is this rank's, as files have it; collective over the world, once.
 
         What is yielded raises NotFiniteError where a tensor is not finite.
         """
@@ -289,7 +292,7 @@ class _Exchange:
         return whole
 
     def _sources_of(self, wanted: Mapping[int, Sequence[Block]]) -> ShardSpec:
-        """The ranks' blocks of the tensors of ``wanted``."""
+        """Return the ranks' blocks of the tensors of ``wanted``."""
         tensors = {block.tensor for blocks in wanted.values() for block in blocks}
         held: dict[Shard, list[Block]] = {
             shard: [block for block in blocks if block.tensor in tensors] for shard, blocks in self._held.items()

@@ -76,7 +76,7 @@ class _Save:
 
 
 def sound_checkpoints(folder: Path, resume: str, say: Say) -> Generator[Path, None, None]:
-    """Yields the checkpoints to resume from, the newest first, the same on every rank; collective each time.
+    """Yield the checkpoints to resume from, the newest first, the same on every rank; collective each time.
 
     ``resume``: "auto" (those in ``folder`` that are whole; damaged ones are reported and passed over), "none", or the
     path of one. The last two hold for a launch's first attempt: its restarts take the newest that it has saved itself.
@@ -113,7 +113,7 @@ def sound_checkpoints(folder: Path, resume: str, say: Say) -> Generator[Path, No
 
 
 class Checkpoints:
-    """Saves and restores a run's learning roles and parts. Every call is collective."""
+    """Checkpoints of a run's learning roles and parts, saved and restored. Every call is collective."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Checkpoints:
         say: Say,
         spread: Mapping[str, SpreadPart] | None = None,
     ) -> None:
-        """``folder`` is the run's checkpoints/; ``say`` shows a line to the person who watches (on rank 0)."""
+        """Set up; ``folder`` is the run's checkpoints/; ``say`` shows a line to the person who watches (on rank 0)."""
         self._folder, self._section = folder, section
         self._roles, self._parts, self._spread, self._say = dict(roles), dict(parts), dict(spread or {}), say
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -141,7 +141,7 @@ class Checkpoints:
     def restore_one_of(
         self, checkpoints: Generator[Path, None, None], newest: Path, changed: Mapping[str, Any] | None = None
     ) -> Path:
-        """Restores ``newest``, or the first behind it in ``sound_checkpoints`` that can be used, and returns that.
+        """Restore ``newest``, or the first behind it in ``sound_checkpoints`` that can be used, and return that.
 
         ``changed``: what of the recipe is not as it was, for recovery.jsonl.
         """
@@ -159,7 +159,7 @@ class Checkpoints:
                 checkpoint = checkpoints.throw(error)
 
     def restore(self, checkpoint: Path) -> int:
-        """Brings roles and parts to where ``checkpoint`` was saved; returns its step.
+        """Bring roles and parts to where ``checkpoint`` was saved; return its step.
 
         Raises UserError on all ranks: ForeignCheckpoint or DataError where it is of another model or other data, else
         CheckpointError. Another one can be restored then, which leaves nothing of this one.
@@ -184,7 +184,7 @@ class Checkpoints:
         return self.saved
 
     def _read(self, checkpoint: Path, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
-        """Fills this rank's roles and parts; exchanges nothing."""
+        """Fill this rank's roles and parts; exchanges nothing."""
         for name, role in self._roles.items():
             with _damage_of(checkpoint, name):
                 if name not in state.get("roles", {}):
@@ -204,7 +204,7 @@ class Checkpoints:
                 spread.load(join_tensors(state["parts"][name], files[0]), own)
 
     def after(self, step: int, is_due: bool, is_last: bool, metric_value: float | None) -> None:
-        """Saves after ``step`` if that ``is_due`` or the run is to stop, and publishes what has been written meanwhile.
+        """Save after ``step`` if that ``is_due`` or the run is to stop, and publishes what has been written meanwhile.
 
         ``metric_value``, on rank 0, is the step's value by checkpoint.keep_best, if it was evaluated.
 
@@ -233,11 +233,12 @@ class Checkpoints:
             raise RunStopped(step, why, self.saved)
 
     def _reason_to_stop(self) -> int:
-        """The reason to stop now, of this rank: the number of a signal, _TIME_IS_UP, or 0."""
+        """Return the reason to stop now, of this rank: the number of a signal, _TIME_IS_UP, or 0."""
         return int(stop_signals.noted or (_TIME_IS_UP if self._limit.is_reached_in_the_next_step() else 0))
 
     def _refuse_nonfinite(self, step: int, is_saved: bool) -> None:
-        """No gradient is finite from there on, so no step would fix it. What is not saved may not be on the device."""
+        """Refuse weights that are not finite: no gradient is finite from there on, so no step would fix it. What is not
+        saved may not be on the device."""
         for name, role in self._roles.items():
             problem = role.not_finite(optimizer=is_saved)
             if problem:
@@ -276,7 +277,7 @@ class Checkpoints:
         self._pending = _Save(folder, file, state, compared)
 
     def _publish_pending(self) -> None:
-        """Makes the pending checkpoint visible, if there is one, once every rank has written its file."""
+        """Make the pending checkpoint visible, if there is one, once every rank has written its file."""
         save, self._pending = self._pending, None
         if save is None:
             return
@@ -290,7 +291,7 @@ class Checkpoints:
             self.saved = step_of(save.folder)
 
     def _publish(self, save: _Save, files: list[WrittenFile], failures: list[str]) -> bool:
-        """Returns whether it is visible: one that cannot be written is reported, and the last one stays the newest."""
+        """Return whether it is visible: one that cannot be written is reported, and the last one stays the newest."""
         try:
             if not failures:
                 publish(save.folder, files, save.state, self._section.keep_last_k, save.metric_value)
@@ -303,7 +304,7 @@ class Checkpoints:
 
 
 class _TimeLimit:
-    """Decides whether another step fits before the end of the job, less the time to save and leave."""
+    """Limit by which another step fits before the end of the job, less the time to save and leave."""
 
     def __init__(self, save_before_seconds: float, end: float | None) -> None:
         self.end = end if save_before_seconds else None
@@ -318,13 +319,13 @@ class _TimeLimit:
         return self.end is not None and time.time() + self._longest_step > self.end - self._save_before_seconds
 
     def text(self) -> str:
-        """Returns why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
+        """Return why the run stops for it, for a person; any rank may have had it, and all ranks the same job."""
         return f"the next step would end less than {self._save_before_seconds:g} s before the job does"
 
 
 def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], str | None]:
-    """(the checkpoints of ``folder`` that may be gone on from, why there can be none), on rank 0; what is passed over
-    is added to ``problems``."""
+    """Return (the checkpoints of ``folder`` that may be gone on from, why there can be none), on rank 0; what is passed
+    over is added to ``problems``."""
     try:
         tidy(folder)
         problems += problems_in(folder)
@@ -336,7 +337,7 @@ def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], s
 
 
 def _saved_by_this_launch(folder: Path, problems: list[str]) -> list[Path]:
-    """The checkpoints in ``folder`` of this launch's attempts so far, the newest step first."""
+    """Return the checkpoints in ``folder`` of this launch's attempts so far, the newest step first."""
     own, launch = [], RecoveryLog(folder.parent).launch()
     for checkpoint in list_checkpoints(folder):
         try:
@@ -348,8 +349,8 @@ def _saved_by_this_launch(folder: Path, problems: list[str]) -> list[Path]:
 
 
 def _agreed_damage(checkpoint: Path) -> tuple[str | None, int]:
-    """(what any rank finds wrong with the files that it checks, each a part of them, the manifest's format); the same
-    on every rank."""
+    """Return (what any rank finds wrong with the files that it checks, each a part of them, the manifest's format); the
+    same on every rank."""
     version = FORMAT
     try:
         step_of(checkpoint)
@@ -374,7 +375,7 @@ def _own_tensors(files: Sequence[TensorFile], name: str, rank: int, prefix: str)
 
 @contextlib.contextmanager
 def _damage_of(checkpoint: Path, what: str) -> Iterator[None]:
-    """Tells where what a checkpoint says of ``what`` is of no use, whoever wrote it so."""
+    """Tell where what a checkpoint says of ``what`` is of no use, whoever wrote it so."""
     try:
         yield
     except (CheckpointError, DataError) as error:

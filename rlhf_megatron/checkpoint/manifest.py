@@ -97,7 +97,7 @@ def manifest_text(files: Sequence[WrittenFile], state: Mapping[str, Any]) -> str
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint `folder`, called step-N.
+    """Read the manifest of a checkpoint ``folder``, called step-N.
 
     Raises CheckpointError, in one line, where it is missing, damaged, of another format or of another step.
     """
@@ -132,7 +132,7 @@ def _check_names(path: Path, files: Sequence[WrittenFile]) -> None:
 
 
 def _check_digest(path: Path, content: Mapping[str, Any], checked: _Content) -> None:
-    """Format 1 has no digest."""
+    """Check the digest; format 1 has none."""
     own = digest_of({key: value for key, value in content.items() if key != "digest"}) if checked.format > 1 else None
     if checked.digest != own:
         raise CheckpointError(f"{path}: is damaged (its content has changed since it was written)")

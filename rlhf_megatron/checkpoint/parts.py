@@ -15,10 +15,10 @@ class Part(Protocol):
     """A part of a run's state beside its roles, the same on every rank: dicts with JSON values and tensors."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that ``load`` needs."""
+        """Return everything that ``load`` needs."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resumes where ``state`` was taken."""
+        """Resume where ``state`` was taken."""
 
 
 # A rank of the run that was saved, and a prefix -> those of its own tensors that are named so and a slash, by the rest.
@@ -30,20 +30,20 @@ class SpreadPart(Protocol):
     """A part of which ranks also hold tensors apart: each writes its own into its own file."""
 
     def state(self) -> dict[str, Any]:
-        """State that is the same on every rank, as of a ``Part``."""
+        """Return the state that is the same on every rank, as of a ``Part``."""
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Tensors that this rank alone has."""
+        """Return tensors that this rank alone has."""
 
     def load(self, state: dict[str, Any], own: OwnTensors) -> None:
-        """Resumes where ``state`` was taken, perhaps with other ranks."""
+        """Resume where ``state`` was taken, perhaps with other ranks."""
 
 
 class TeamOwnedState:
     """A part that only one team keeps up to date: its state is that of the team's first rank, on every rank."""
 
     def __init__(self, part: Part, team: Team) -> None:
-        """Of the world's team, the part is the same everywhere as it is."""
+        """Set up; of the world's team, the part is the same everywhere as it is."""
         self._part, self._team = part, team
 
     def state(self) -> dict[str, Any]:

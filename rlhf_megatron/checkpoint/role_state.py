@@ -25,7 +25,7 @@ from rlhf_megatron.untrusted import shown
 
 
 def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(CPU copies of what this rank owns, what a reader must know about them).
+    """Return (CPU copies of what this rank owns, what a reader must know about them).
 
     ``held`` keeps the copies' memory for the next call, which overwrites it: page-locked memory takes long to get, and
     without it the copy takes long.
@@ -55,7 +55,7 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
 
 
 def role_state(role: Role) -> dict[str, Any]:
-    """State that is the same on all ranks of a role (plain JSON): its layout and its counters of steps."""
+    """Return the state that is the same on all ranks of a role (plain JSON): its layout and its counters of steps."""
     shard, trainer = role.shard, role.trainer
     assert trainer is not None, f"{role.name} does not learn"
     return {
@@ -74,7 +74,7 @@ def role_state(role: Role) -> dict[str, Any]:
 
 
 def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFile]) -> None:
-    """Fills weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
+    """Fill weights, moments and counters of this rank from the files of the role's ranks that wrote the checkpoint.
 
     Of a role with adapters these are the adapters'; its weights follow with ``Role.merge_adapters``.
     Raises CheckpointError where they do not hold all of the model, or another one.
@@ -118,5 +118,6 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
 
 
 def _part_of(whole: Tensor, part: OwnedRange) -> Tensor:
-    """The range of a parameter, in the form that the optimizer has it: flat, or whole where it is not distributed."""
+    """Return the range of a parameter, in the form that the optimizer has it: flat, or whole where it is not
+    distributed."""
     return whole.reshape(-1)[part.start : part.stop].view(part.weights.shape)

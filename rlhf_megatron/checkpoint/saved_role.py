@@ -82,7 +82,7 @@ class RoleState(_Strict):
 
 
 def checked_state(state: Mapping[str, Any]) -> RoleState:
-    """A role's ``state`` in a manifest; raises CheckpointError where it is not as a run writes it."""
+    """Return a role's ``state`` in a manifest; raises CheckpointError where it is not as a run writes it."""
     try:
         return RoleState.model_validate(state)
     except ValidationError as error:
@@ -90,12 +90,12 @@ def checked_state(state: Mapping[str, Any]) -> RoleState:
 
 
 def head_of(state: Mapping[str, Any]) -> Head:
-    """The head of the model that a role's ``state`` in a manifest is of."""
+    """Return the head of the model that a role's ``state`` in a manifest is of."""
     return "scalar" if checked_state(state).architecture.get("head") == "scalar" else "language"
 
 
 def files_of_role(state: Mapping[str, Any], files: Sequence[TensorFile]) -> list[TensorFile]:
-    """Those of the role's ranks, in their order; raises CheckpointError where there are not so many."""
+    """Return those of the role's ranks, in their order; raises CheckpointError where there are not so many."""
     ranks = checked_state(state).ranks
     if ranks is None:
         return list(files)
@@ -105,7 +105,7 @@ def files_of_role(state: Mapping[str, Any], files: Sequence[TensorFile]) -> list
 
 
 def saved_adaptation(state: Mapping[str, Any]) -> Adaptation | None:
-    """The adapters that a role's ``state`` in a manifest is of, or None where it is of the whole model."""
+    """Return the adapters that a role's ``state`` in a manifest is of, or None where it is of the whole model."""
     saved = checked_state(state).adapters
     return Adaptation(saved.rank, saved.scale, tuple(saved.modules)) if saved else None
 
@@ -139,7 +139,7 @@ _ShardKey = tuple[str, int, int, int]
 
 
 def _shard_keys(layout: Layout, position: int) -> tuple[_ShardKey, _ShardKey]:
-    """Keys of the shards of most parameters, and of those of experts; data-parallel ranks have the same."""
+    """Return keys of the shards of most parameters, and of those of experts; data-parallel ranks have the same."""
     coordinates, of_experts = layout.coordinates(position), layout.expert_coordinates(position)
     return (
         ("layer", coordinates.pipeline, coordinates.tensor, 0),
@@ -158,7 +158,7 @@ class SavedRole:
         files: Sequence[TensorFile],
         adaptation: Adaptation | None = None,
     ) -> None:
-        """``state`` is the role's in the manifest, ``files`` are those of its ranks in their order.
+        """Set up; ``state`` is the role's in the manifest, ``files`` are those of its ranks in their order.
 
         ``adaptation`` is the reader's; with one, the files are to hold its adapters and nothing else.
         Raises CheckpointError where they do not belong together, or are of another version.
@@ -191,7 +191,7 @@ class SavedRole:
         self._parameter = lru_cache(maxsize=2)(self._read)
 
     def copies(self, wanted: Sequence[Block]) -> dict[str, list[Copy]]:
-        """The rectangles that fill each parameter of ``wanted``, for ``fill``."""
+        """Return the rectangles that fill each parameter of ``wanted``, for ``fill``."""
         held = {position: self._blocks(position) for position in self._positions}
         by_parameter: dict[str, list[Copy]] = defaultdict(list)
         for copy in plan_regather(ShardSpec.of(held), ShardSpec.of({_READER: wanted}), rank=_READER).receives:
@@ -207,13 +207,13 @@ class SavedRole:
         return experts_apart(self._architecture, self._layout, blocks, self._implementation)
 
     def whole_blocks(self) -> list[Block]:
-        """The blocks that ``tensors`` gives."""
+        """Return the blocks that ``tensors`` gives."""
         if self._adaptation:
             return whole_adapter_blocks(self._architecture, self._adaptation)
         return whole_blocks(self._architecture)
 
     def fill(self, whole: Tensor, copies: Sequence[Copy], kind: str) -> None:
-        """Writes the rectangles of ``copies`` into the reader's parameter; ``kind``: "weights" or a moment's name."""
+        """Write the rectangles of ``copies`` into the reader's parameter; ``kind``: "weights" or a moment's name."""
         for copy in copies:
             source = self._parameter(copy.source, copy.source_parameter, kind)
             extent = [stop - start for start, stop in copy.region]
@@ -226,7 +226,7 @@ class SavedRole:
             whole[target] = source[window]
 
     def part(self, whole: Tensor, copies: Sequence[Copy], kind: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of the reader's parameter, flattened, which has the shape of ``whole``.
+        """Return elements ``start`` to ``stop`` of the reader's parameter, flattened, which has the shape of ``whole``.
 
         Where the writers had the same parameter, nothing else of it is read.
         """
@@ -241,7 +241,7 @@ class SavedRole:
         return filled.reshape(-1)[start:stop]
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor whole, with its name, one at a time; of adapters, every A and B."""
+        """Yield every Hugging Face tensor whole, with its name, one at a time; of adapters, every A and B."""
         blocks = self.whole_blocks()
         copies = self.copies(blocks)
         for block in blocks:
@@ -250,13 +250,14 @@ class SavedRole:
             yield block.tensor, whole if stays_float32(block.tensor) else whole.to(dtype)
 
     def _read(self, position: int, name: str, kind: str) -> Tensor:
-        """A parameter of the writer's layout, joined from the ranges of its data-parallel ranks."""
+        """Return a parameter of the writer's layout, joined from the ranges of its data-parallel ranks."""
         pieces = self._pieces(position, name, kind)
         shape = pieces[0][0].shape
         return self._joined(pieces, name, kind, 0, math.prod(shape)).view(shape)
 
     def _pieces(self, position: int, name: str, kind: str) -> list[tuple[_Piece, TensorFile]]:
-        """The ranges of a parameter of the writer's layout in order, and the files that have them; there is one."""
+        """Return the ranges of a parameter of the writer's layout in order, and the files that have them; there is
+        one."""
         of_layer, of_experts = self._shard_keys[position]
         peers = self._peers[of_experts if is_expert(name) else of_layer]
         tensor = f"{self._role}/{kind}/{name}"
@@ -279,7 +280,7 @@ class SavedRole:
     def _joined(
         self, pieces: Sequence[tuple[_Piece, TensorFile]], name: str, kind: str, start: int, stop: int
     ) -> Tensor:
-        """Elements ``start`` to ``stop`` of what the ``pieces`` are of."""
+        """Return elements ``start`` to ``stop`` of what the ``pieces`` are of."""
         tensor, joined = f"{self._role}/{kind}/{name}", torch.zeros(stop - start)
         for piece, file in pieces:
             first, last = max(start, piece.start), min(stop, piece.stop)
@@ -292,7 +293,7 @@ class SavedRole:
         return joined
 
     def _piece(self, file: TensorFile, name: str) -> _Piece | None:
-        """The range of a parameter that a file has, if it has one."""
+        """Return the range of a parameter that a file has, if it has one."""
         try:
             of_role = file.about["pieces"][self._role]
             return _Piece.model_validate(of_role[name]) if name in of_role else None

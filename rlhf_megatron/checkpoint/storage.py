@@ -53,14 +53,14 @@ class MetricValue:
     value: float
 
     def is_better_than(self, other: MetricValue) -> bool:
-        """Returns whether it is; values of another metric do not count any more."""
+        """Return whether it is; values of another metric do not count any more."""
         if (self.metric, self.mode) != (other.metric, other.mode):
             return True
         return self.value > other.value if self.mode == "max" else self.value < other.value
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about: Any) -> WrittenFile:
-    """Writes CPU tensors, with JSON ``about`` them, as a file of the unfinished checkpoint ``folder``; synced to disk.
+    """Write CPU tensors, with JSON ``about`` them, as a file of the unfinished checkpoint ``folder``; synced to disk.
 
     Raises OSError where the disk is full or not writable.
     """
@@ -74,7 +74,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor], about:
 def publish(
     folder: Path, files: list[WrittenFile], state: Mapping[str, Any], keep: int, metric: MetricValue | None = None
 ) -> None:
-    """Makes the finished checkpoint visible under its name, moves ``latest``, and deletes all but the ``keep`` newest.
+    """Make the finished checkpoint visible under its name, move ``latest``, and delete all but the ``keep`` newest.
 
     With ``metric`` it takes part in a comparison; the best one, which ``best`` names, is kept too.
     Call it on one rank, when every file is on disk. Raises OSError where the disk fails; then nothing is visible.
@@ -97,14 +97,14 @@ def publish(
 
 
 def _point(path: Path, text: str) -> None:
-    """Has a small file say ``text``, whole or not at all."""
+    """Have a small file say ``text``, whole or not at all."""
     if path.is_dir() and not path.is_symlink():  # a person's, perhaps
         move_aside(path)
     write_text(path, text + "\n")
 
 
 def best_of(folder: Path) -> tuple[Path, MetricValue] | None:
-    """The best checkpoint in ``folder`` and its metric, as the file ``best`` has it, if both are there."""
+    """Return the best checkpoint in ``folder`` and its metric, as the file ``best`` has it, if both are there."""
     with contextlib.suppress(CheckpointError):
         return _read_best(folder)
     return None
@@ -134,7 +134,7 @@ def _read_best(folder: Path) -> tuple[Path, MetricValue] | None:
 
 
 def _latest_step(folder: Path) -> int | None:
-    """The step that ``latest`` names, None where there is no such file."""
+    """Return the step that ``latest`` names, None where there is no such file."""
     path = folder / _LATEST
     if not os.path.lexists(path):
         return None
@@ -150,7 +150,8 @@ def _number(match: re.Match[str]) -> int:
 
 
 def problems_in(folder: Path) -> list[str]:
-    """Problems of ``folder``, a line each: pointers and names that are not as a run leaves them, and are passed over.
+    """Return problems of ``folder``, a line each: pointers and names that are not as a run leaves them, and are passed
+    over.
 
     Raises CheckpointError where ``folder`` is no folder: nothing could be saved there.
     """
@@ -174,7 +175,7 @@ def problems_in(folder: Path) -> list[str]:
 
 
 def forget_best(folder: Path) -> None:
-    """Has the checkpoints of a run that begins anew compared among themselves."""
+    """Have the checkpoints of a run that begins anew compared among themselves."""
     path = folder / _BEST
     if path.is_dir() and not path.is_symlink():
         move_aside(path)
@@ -182,13 +183,13 @@ def forget_best(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Deletes what an unfinished save has left."""
+    """Delete what an unfinished save has left."""
     with contextlib.suppress(OSError):
         remove(partial_folder(folder))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, finished ones only, the newest step first.
+    """Return the checkpoints in ``folder``, finished ones only, the newest step first.
 
     Steps beyond the one that ``latest`` names come last: they are of a run that was begun anew or gone back.
     """
@@ -203,7 +204,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name; raises CheckpointError for another name."""
+    """Return the step in a checkpoint's name; raises CheckpointError for another name."""
     match = _STEP.fullmatch(folder.name)
     if match is None:
         raise CheckpointError(f"{shown(folder)}: a checkpoint's folder is called step-N; name one in checkpoints/")
@@ -211,7 +212,7 @@ def step_of(folder: Path) -> int:
 
 
 def damage(folder: Path, files: list[WrittenFile], reads: bool = True) -> str | None:
-    """Describes what is wrong with these files of a checkpoint, or returns None; ``reads`` them whole for that."""
+    """Describe what is wrong with these files of a checkpoint, or returns None; ``reads`` them whole for that."""
     for file in files:
         path = folder / file.name
         if not path.exists():
@@ -232,7 +233,7 @@ def damage(folder: Path, files: list[WrittenFile], reads: bool = True) -> str | 
 
 
 class TensorFile:
-    """Reads one file of a checkpoint without loading all of it; a context manager.
+    """Reader of one file of a checkpoint without loading all of it; a context manager.
 
     It is opened when it is first asked for something: a rank needs few of the files of many ranks. Every method raises
     CheckpointError where the file cannot be opened, or does not say in JSON what it is about.
@@ -269,18 +270,18 @@ class TensorFile:
         return CheckpointError(f"{self.path}: cannot be read ({type(error).__name__}: {reason_of(error)})")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, which is not read; raises CheckpointError where it is not there."""
+        """Return the shape of a tensor, which is not read; raises CheckpointError where it is not there."""
         with self._missing_tensor_refused(name):
             return tuple(self._open.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, copied to memory of its own; raises CheckpointError where it is not there."""
+        """Return one tensor, copied to memory of its own; raises CheckpointError where it is not there."""
         with self._missing_tensor_refused(name):
             value: Tensor = self._open.get_tensor(name)
             return value
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` of a tensor of one dimension; no others are read."""
+        """Return elements ``start`` to ``stop`` of a tensor of one dimension; no others are read."""
         with self._missing_tensor_refused(name):
             value: Tensor = self._open.get_slice(name)[start:stop]
             return value
@@ -300,7 +301,7 @@ class TensorFile:
 
 
 def split_tensors(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """(the same tree of dicts and lists with each tensor replaced by {"tensor": key}, the tensors by key)."""
+    """Return (the same tree of dicts and lists with each tensor replaced by {"tensor": key}, the tensors by key)."""
     if isinstance(tree, Tensor):
         return {"tensor": prefix}, {prefix: tree.detach().to("cpu", copy=True).contiguous()}
     if isinstance(tree, dict):
@@ -314,7 +315,7 @@ def split_tensors(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(tree: Any, file: TensorFile) -> Any:
-    """Undoes ``split_tensors`` with the file that holds the tensors; raises CheckpointError where it lacks one."""
+    """Undo ``split_tensors`` with the file that holds the tensors; raises CheckpointError where it lacks one."""
     if isinstance(tree, dict):
         if set(tree) == {"tensor"} and isinstance(tree["tensor"], str):
             return file.tensor(tree["tensor"])
@@ -331,7 +332,7 @@ def _digest(path: Path) -> str:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch's generators of this process, as uint8 tensors."""
+    """Return the states of torch's generators of this process, as uint8 tensors."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -339,7 +340,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(states: Mapping[str, Tensor]) -> None:
-    """Undoes what was drawn since ``random_state``; a state of a device that is not here is left out.
+    """Undo what was drawn since ``random_state``; a state of a device that is not here is left out.
 
     Raises CheckpointError for what is no state of a generator.
     """

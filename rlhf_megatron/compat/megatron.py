@@ -1,6 +1,6 @@
 """Patches of megatron-core: places that ask for global process groups, and modules that cannot do what is needed.
 
-Megatron's global `parallel_state` is never initialised here, so a missing process group raises instead of silently
+Megatron's global ``parallel_state`` is never initialised here, so a missing process group raises instead of silently
 using another model's. What still reads it although a role's own groups were passed is patched below.
 """
 
@@ -77,7 +77,7 @@ def tie_embeddings_over_own_groups() -> None:
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/1448",
 )
 def build_norms_for_sequence_parallelism() -> None:
-    """Have megatron-core make `make_norm` where it would take torch's norm."""
+    """Have megatron-core make ``make_norm`` where it would take torch's norm."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     WrappedTorchNorm.__new__ = make_norm

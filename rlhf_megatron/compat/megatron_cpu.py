@@ -60,7 +60,7 @@ _FACTORIES = (
 
 
 class _NoStream:
-    """Stands for a CUDA stream or event where everything runs in order anyway."""
+    """Stand-in for a CUDA stream or event where everything runs in order anyway."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -134,7 +134,8 @@ def _torch_answering_for_cpu() -> types.ModuleType:
 
 @contextlib.contextmanager
 def _fork(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """``CudaRNGStatesTracker.fork`` on the CPU generator; the original takes each use of it for a mistake and warns."""
+    """Do ``CudaRNGStatesTracker.fork`` on the CPU generator; the original takes each use of it for a mistake and
+    warns."""
     if name not in self.states_:
         raise KeyError(f"random state {name} was not added")
     before = torch.get_rng_state()
@@ -161,12 +162,13 @@ def _patch_tensor_methods() -> None:
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu``, which leaves a tensor that is there already as it is, where numbers are wanted."""
+    """Do ``maybe_move_tensor_to_cpu``, leaving a tensor that is there already as it is where numbers are wanted."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _patch_uneven_collectives() -> None:
-    """gloo gathers and scatters equal parts only; the tokens of experts that are cut come in unequal ones."""
+    """Patch collectives: gloo gathers and scatters equal parts only; the tokens of experts that are cut come in unequal
+    ones."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
@@ -190,7 +192,7 @@ def _patch_uneven_collectives() -> None:
 
 
 def install() -> None:
-    """Patch every `megatron.core` module for this process; does nothing where CUDA is present. Idempotent."""
+    """Patch every ``megatron.core`` module for this process; does nothing where CUDA is present. Idempotent."""
     if not torch.cuda.is_available():
         answer_for_cpu()
 

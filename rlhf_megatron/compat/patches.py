@@ -48,7 +48,7 @@ PATCHES: list[Patch] = []
 
 
 def patch(*packages: str, first: str, last: str, why: str, upstream: str = "") -> Callable[[Callable[[], None]], Patch]:
-    """Make a function without arguments a `Patch`; see its attributes."""
+    """Make a function without arguments a ``Patch``; see its attributes."""
 
     def decorate(apply: Callable[[], None]) -> Patch:
         PATCHES.append(Patch(packages, first, last, why, upstream, apply))

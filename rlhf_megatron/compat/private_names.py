@@ -1,7 +1,7 @@
 """Private names of libraries that are used here, and whether the source of a version has them: read, not imported.
 
-`tools/private_names.py` reads unpacked wheels, tests/unit/test_compat.py what is installed, and a start with an unknown
-version says which names it lacks.
+``tools/private_names.py`` reads unpacked wheels, tests/unit/test_compat.py what is installed, and a start with an
+unknown version says which names it lacks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ REGISTRY: dict[tuple[str, ...], tuple[PrivateName, ...]] = {}
 
 
 def missing(names: Sequence[PrivateName], root: Path) -> list[PrivateName]:
-    """Return those of `names` that the packages in the folder `root` do not have."""
+    """Return those of ``names`` that the packages in the folder ``root`` do not have."""
     return [name for name in names if not _is_defined(name, root)]
 
 
@@ -73,7 +73,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _definitions(scope: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Yield the statements outside of functions and classes that bind `name`."""
+    """Yield the statements outside of functions and classes that bind ``name``."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name == name:
@@ -90,7 +90,7 @@ def _definitions(scope: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _members(module: ast.Module, owner: str, name: str) -> Iterator[ast.AST]:
-    """Yield what binds `name` in a class, in its methods (on self) or in its bases of the same module."""
+    """Yield what binds ``name`` in a class, in its methods (on self) or in its bases of the same module."""
     for definition in _definitions(module, owner):
         if not isinstance(definition, ast.ClassDef):
             continue

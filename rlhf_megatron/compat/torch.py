@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d
 
 @contextlib.contextmanager
 def as_world(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Make `group` the default process group inside the block; there, ranks are those of `group`.
+    """Make ``group`` the default process group inside the block; there, ranks are those of ``group``.
 
-    `get_megatron_optimizer` and vLLM run collectives over the default group and test for "rank 0" there, so a role on a
-    part of the world has to be the whole world to them. torch has no public way to say so.
+    ``get_megatron_optimizer`` and vLLM run collectives over the default group and test for "rank 0" there, so a role on
+    a part of the world has to be the whole world to them. torch has no public way to say so.
     """
     world = distributed_c10d._get_default_group()
     if group is None or dist.get_process_group_ranks(group) == list(range(dist.get_world_size())):
@@ -47,7 +47,7 @@ def align_group_names() -> None:
 
 
 def named_group(ranks: Sequence[int], name: str, backend: str | None, timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Make the process group of `ranks`, by their own calls alone; NCCL connects them at their first collective.
+    """Make the process group of ``ranks``, by their own calls alone; NCCL connects them at their first collective.
 
     By itself torch names groups by a count that only agrees where all ranks of the world call for all groups, and with
     a device named NCCL splits the world's communicator for each, which every rank has to take part in. Over gloo one
@@ -67,7 +67,7 @@ def named_group(ranks: Sequence[int], name: str, backend: str | None, timeout: d
 def split_of(
     parent: dist.ProcessGroup, parts: list[list[int]], name: str, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Split the NCCL communicator of `parent`: of `parts`, in its ranks, return this rank's; collective over it."""
+    """Split the NCCL communicator of ``parent``: of ``parts``, in its ranks, return this rank's; collective over it."""
     dist.all_reduce(torch.zeros(1, device="cuda"), group=parent)  # which must have a communicator
     # torch 2.11 splits all backends of the parent; later versions only those asked for.
     asked = {"backend": "cuda:nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
@@ -79,7 +79,7 @@ def split_of(
 
 @contextlib.contextmanager
 def _group_names(name: str) -> Iterator[None]:
-    """Have the group that is made inside be called `name`, the same on all of its ranks and no other's."""
+    """Have the group that is made inside be called ``name``, the same on all of its ranks and no other's."""
     before = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(name)
     try:
@@ -130,7 +130,7 @@ def nccl_flight_record() -> bytes | None:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Have tensors that are made inside be of `dtype` where nothing else is said."""
+    """Have tensors that are made inside be of ``dtype`` where nothing else is said."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -151,7 +151,7 @@ def with_constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def preserved_threads() -> Iterator[None]:
-    """Give `torch.set_num_threads` and the thread count back after an engine was made.
+    """Give ``torch.set_num_threads`` and the thread count back after an engine was made.
 
     On CPUs vLLM replaces the function by one that does nothing, and may lower the count for itself.
     """

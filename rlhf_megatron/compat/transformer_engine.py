@@ -23,7 +23,7 @@ REGISTRY[PACKAGES] = NAMES
 
 
 def forget_quantized_weights(model: torch.nn.Module) -> None:
-    """Frees the copies in 8 bits that layers keep of their weights, and of the transposes; the next pass makes them.
+    """Free the copies in 8 bits that layers keep of their weights, and of the transposes; the next pass makes them.
 
     They serve all micro-batches between two optimizer steps. Kept longer they would take two bytes a weight from the
     rollout, and be those of weights before a step.

@@ -22,7 +22,8 @@ _NEAR_ENOUGH = 0.001
 
 
 def deal(costs: Sequence[float], sizes: Sequence[int], bins: int, limit: int) -> list[list[int]] | None:
-    """``bins`` lists of item numbers with about the same sum of ``costs``, each with sizes of at most ``limit`` in sum.
+    """Return ``bins`` lists of item numbers with about the same sum of ``costs``, each with sizes of at most ``limit``
+    in sum.
 
     An item larger than ``limit`` goes alone. None where the items do not fit so. The same input gives the same output.
     """
@@ -45,7 +46,8 @@ def deal(costs: Sequence[float], sizes: Sequence[int], bins: int, limit: int) ->
 
 
 def spread(costs: NDArray[numpy.float64], bins: int) -> NDArray[numpy.int64]:
-    """[n] -> [n]: the bin of each item, so that all have about the same sum of ``costs``, however many items they hold.
+    """Map [n] -> [n]: the bin of each item, so that all have about the same sum of ``costs``, however many items they
+    hold.
 
     As ``deal`` without a limit. Of more than a few bins an eighth gets an item each at a time, so that the work is
     that of sorting: half a million items over thousands of bins take a tenth of a second.
@@ -64,7 +66,7 @@ def spread(costs: NDArray[numpy.float64], bins: int) -> NDArray[numpy.int64]:
 
 
 def _lowest(totals: NDArray[numpy.float64], count: int) -> NDArray[numpy.int64]:
-    """The ``count`` bins with the lowest totals, rising; of equal ones those that come first."""
+    """Return the ``count`` bins with the lowest totals, rising; of equal ones those that come first."""
     if count == 1:
         return numpy.array([totals.argmin()])
     some = numpy.argpartition(totals, count - 1)[:count]
@@ -73,7 +75,7 @@ def _lowest(totals: NDArray[numpy.float64], count: int) -> NDArray[numpy.int64]:
 
 
 def _exchanged(bin_of: NDArray[numpy.int64], costs: NDArray[numpy.float64], bins: int) -> NDArray[numpy.int64]:
-    """The same after exchanges out of the dearest bin, while they help."""
+    """Return the same after exchanges out of the dearest bin, while they help."""
     by_bin = numpy.argsort(bin_of, kind="stable")
     ends = numpy.bincount(bin_of, minlength=bins).cumsum()
     dealt = [part.tolist() for part in numpy.split(by_bin, ends[:-1])]
@@ -97,7 +99,8 @@ def _exchange(
     sizes: Sequence[int],
     limit: int,
 ) -> bool:
-    """Makes the dearest bin cheaper by the best exchange of an item for a cheaper one or none; whether there is one."""
+    """Make the dearest bin cheaper by the best exchange of an item for a cheaper one or none; return whether there is
+    one."""
     high = max(range(len(dealt)), key=totals.__getitem__)
     best, chosen = totals[high] * (1 - 1e-9), None
     for low in heapq.nsmallest(_PARTNERS, range(len(dealt)), key=totals.__getitem__):

@@ -55,7 +55,7 @@ class ChatTemplate:
         Args:
             text: the template.
             origin: where it comes from, for messages.
-            names: what it can read beside `messages` and `add_generation_prompt`.
+            names: what it can read beside ``messages`` and ``add_generation_prompt``.
 
         Raises:
             UnusableTemplate: it is no text or no Jinja, takes too much time or memory, or ignores the messages.
@@ -71,7 +71,7 @@ class ChatTemplate:
 
     @property
     def names(self) -> Mapping[str, Any]:
-        """Variables that it can read beside `messages` and `add_generation_prompt`."""
+        """Variables that it can read beside ``messages`` and ``add_generation_prompt``."""
         return self._names
 
     def with_names(self, names: Mapping[str, Any]) -> ChatTemplate:
@@ -206,7 +206,7 @@ def characters_of(messages: Sequence[Message]) -> int:
 
 
 def in_parts(items: Sequence[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Yield items in their order, in lists whose sizes add up to `most`; an item beyond that is alone."""
+    """Yield items in their order, in lists whose sizes add up to ``most``; an item beyond that is alone."""
     part: list[Item] = []
     total = 0
     for item in items:

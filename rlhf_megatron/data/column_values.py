@@ -22,7 +22,7 @@ MOST_MARGIN = 1e6
 
 
 def parse_messages(value: Any, location: RowLocation) -> list[Message]:
-    """Return a row's prompt as messages with `role` and `content`; fields that are null are left out.
+    """Return a row's prompt as messages with ``role`` and ``content``; fields that are null are left out.
 
     Parquet gives each tool call the arguments of all others as nulls, so these go at any depth.
 
@@ -38,7 +38,7 @@ def parse_messages(value: Any, location: RowLocation) -> list[Message]:
 
 
 def parse_turns(value: Any, column: str, location: RowLocation) -> list[Message]:
-    """Return the messages of any column, whoever has the last turn; see `parse_messages`.
+    """Return the messages of any column, whoever has the last turn; see ``parse_messages``.
 
     A message that calls tools may lack content.
     """
@@ -81,7 +81,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def with_system_prompt(messages: list[Message], text: str | None) -> list[Message]:
-    """The messages with ``text`` as the system's before them, where there is a text and they have none of their own."""
+    """Return the messages with ``text`` as the system's before them, where there is a text and they have none of their
+    own."""
     if text is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": text}, *messages]

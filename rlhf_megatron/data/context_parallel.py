@@ -11,7 +11,7 @@ from rlhf_megatron.data.packing import MicroBatch
 
 
 def tokens_of_part(cu_seqlens: Tensor, parts: int, part: int) -> Tensor:
-    """[t / parts] int64: where the tokens that rank ``part`` of ``parts`` holds stand in the packed micro-batch.
+    """Return [t / parts] int64: where the tokens that rank ``part`` of ``parts`` holds stand in the packed micro-batch.
 
     Each row, a multiple of 2 * parts long, is cut into 2 * parts equal chunks. A rank holds one from the front of the
     row and its counterpart from the back, so that causal attention is as much work on every rank. This is the order
@@ -25,7 +25,8 @@ def tokens_of_part(cu_seqlens: Tensor, parts: int, part: int) -> Tensor:
 
 
 def part_of(micro: MicroBatch, parts: int, part: int) -> MicroBatch:
-    """The part of a micro-batch that rank ``part`` of ``parts`` computes; its rows are multiples of 2 * parts long.
+    """Return the part of a micro-batch that rank ``part`` of ``parts`` computes; its rows are multiples of 2 * parts
+    long.
 
     Rows, their fields and what is read of them stay those of the whole; ``kept`` says which are read on this rank.
     """

@@ -27,14 +27,14 @@ class DecodedBlocks:
     """
 
     def __init__(self, memory: int) -> None:
-        """Keep at most `memory` bytes as footers count, `MOST_EXPANSION` times as many decoded, or one block."""
+        """Keep at most ``memory`` bytes as footers count, ``MOST_EXPANSION`` times as many decoded, or one block."""
         self._memory = memory
         self._tables: OrderedDict[int, tuple[pyarrow.Table, int]] = OrderedDict()
         self._given_up: set[int] = set()  # for their decoded size
         self.decoded_again = 0
 
     def get(self, index: int, size: int, decode: Callable[[], pyarrow.Table]) -> pyarrow.Table:
-        """Return block `index`, of `size` bytes by the footer; those not used for longest make room for it."""
+        """Return block ``index``, of ``size`` bytes by the footer; those not used for longest make room for it."""
         if index in self._tables:
             self._tables.move_to_end(index)
             return self._tables[index][0]

@@ -25,7 +25,7 @@ class DrawnPrompt:
     __slots__ = ("_read", "_whole", "length", "part", "row")
 
     def __init__(self, part: int, row: int, length: int, read: Callable[[int, int], Prompt]) -> None:
-        """``length`` in tokens; ``read`` gives the prompt at (part, row)."""
+        """Set up; ``length`` in tokens; ``read`` gives the prompt at (part, row)."""
         self.part, self.row, self.length = part, row, length
         self._read = read
         self._whole: Prompt | None = None

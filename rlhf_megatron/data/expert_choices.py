@@ -38,13 +38,14 @@ class ChoiceShape:
         return self.layers * self.chosen * (1 if self.experts <= _MOST_IN_A_BYTE else 2)
 
     def unknown(self, tokens: int) -> Tensor:
-        """Choices of ``tokens`` tokens of which nothing is known."""
+        """Return choices of ``tokens`` tokens of which nothing is known."""
         import torch
 
         return torch.full((tokens, self.layers, self.chosen), unknown(self.dtype), dtype=self.dtype)
 
     def of_rows(self, lengths: Sequence[int], rows: Sequence[Tensor | None]) -> Tensor:
-        """The choices of rows of these lengths, one behind the other; each may know less tokens than its row has."""
+        """Return the choices of rows of these lengths, one behind the other; each may know less tokens than its row
+        has."""
         whole = self.unknown(sum(lengths))
         for row, place in zip(rows, whole.split(list(lengths)), strict=True):
             if row is not None:
@@ -52,7 +53,7 @@ class ChoiceShape:
         return whole
 
     def check(self, choices: Tensor, tokens: int) -> None:
-        """Raises ValueError where ``choices`` are not those of ``tokens`` tokens, or an expert is none of the model."""
+        """Raise ValueError where ``choices`` are not those of ``tokens`` tokens, or an expert is none of the model."""
         wanted = (tokens, self.layers, self.chosen)
         if choices.shape != wanted or choices.dtype != self.dtype:
             raise ValueError(
@@ -64,19 +65,20 @@ class ChoiceShape:
 
 
 def unknown(dtype: torch.dtype) -> int:
-    """The value that says that nothing is known of a token."""
+    """Return the value that says that nothing is known of a token."""
     import torch
 
     return torch.iinfo(dtype).max
 
 
 def is_known(choices: Tensor) -> Tensor:
-    """[tokens] bool: of which tokens the choices are known."""
+    """Return [tokens] bool: of which tokens the choices are known."""
     return choices[:, 0, 0] != unknown(choices.dtype)
 
 
 def merged(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
-    """The choices of a row that went on: those with which its tokens were sampled first, where they are known."""
+    """Return the choices of a row that went on: those with which its tokens were sampled first, where they are
+    known."""
     if earlier is None or later is None:
         return earlier if later is None else later
     whole = earlier.new_full((max(len(earlier), len(later)), *earlier.shape[1:]), unknown(earlier.dtype))

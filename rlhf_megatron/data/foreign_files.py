@@ -62,11 +62,11 @@ def read_records(path: Path, columns: Sequence[str], drops_images: bool = False)
 
 
 def data_files(path: Path, split: str, config: str | None = None) -> list[Path]:
-    """Return the files of a split: the file itself, or those of a folder of the hub's form or of `datasets`.
+    """Return the files of a split: the file itself, or those of a folder of the hub's form or of ``datasets``.
 
     Args:
         path: a file; a folder with files of FORMATS and maybe a card (README.md) that says which; or one that
-            `Dataset.save_to_disk` wrote.
+            ``Dataset.save_to_disk`` wrote.
         split: such as train.
         config: one of the subsets that the card names.
 
@@ -209,7 +209,7 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Record]:
 
 
 def _arrow(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of an arrow file, as `datasets` keeps them: a stream, or the format with a footer."""
+    """Yield the rows of an arrow file, as ``datasets`` keeps them: a stream, or the format with a footer."""
     try:
         with pyarrow.memory_map(str(path)) as source:
             try:
@@ -240,7 +240,7 @@ def _of_batches(path: Path, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of `Dataset.save_to_disk`, which its state.json lists."""
+    """Return the files of ``Dataset.save_to_disk``, which its state.json lists."""
     state = read_json(folder / "state.json", DataError)
     listed = state.get("_data_files") if isinstance(state, dict) else None
     names = [each.get("filename") for each in listed or [] if isinstance(each, dict)]

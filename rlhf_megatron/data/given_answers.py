@@ -2,8 +2,8 @@
 
 Here: columns. Not here: which tokens of an answer are learned (learned_turns.py), and tokens at all (prompts.py).
 
-To learn one answer: `messages`, or `prompt` with `completion` or with data.response_column. To learn from pairs:
-`chosen` and `rejected`, with `prompt` or each with the prompt in it.
+To learn one answer: ``messages``, or ``prompt`` with ``completion`` or with data.response_column. To learn from pairs:
+``chosen`` and ``rejected``, with ``prompt`` or each with the prompt in it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
     column: str = "prompt"
 
     def with_system_prompt(self, text: str | None) -> Exchange:
-        """The same with the system's text before it; plain text has no place for it."""
+        """Return the same with the system's text before it; plain text has no place for it."""
         return self if self.plain else self._replace(messages=with_system_prompt(self.messages, text))
 
     @property

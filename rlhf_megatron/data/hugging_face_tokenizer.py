@@ -73,11 +73,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def of_transformers(self) -> Any:
-        """See `Tokenizer.of_transformers`."""
+        """See ``Tokenizer.of_transformers``."""
         return self._inner
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode_many`."""
+        """See ``Tokenizer.encode_many``."""
         if not texts:
             return []
         # verbose=False: a text longer than the model's context is the overlong filter's business, not a warning.
@@ -85,7 +85,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [list(map(int, token_ids)) for token_ids in encoded["input_ids"]]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer.decode`."""
+        """See ``Tokenizer.decode``."""
         text = self._inner.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -102,5 +102,5 @@ class HuggingFaceTokenizer(Tokenizer):
         return chosen_template(replacement, own, self.path, names)
 
     def is_special(self, token_id: int) -> bool:
-        """See `Tokenizer.is_special`."""
+        """See ``Tokenizer.is_special``."""
         return token_id in self._special

@@ -1,4 +1,4 @@
-"""Rows in verl's columns from files of others: `tools/prepare_data.py import`.
+"""Rows in verl's columns from files of others: ``tools/prepare_data.py import``.
 
 Here: which field becomes which column. Not here: reading the files (foreign_files.py).
 """
@@ -29,7 +29,7 @@ from rlhf_megatron.untrusted import shown
 
 @dataclass(frozen=True, kw_only=True)
 class ImportRequest(RowRequest):
-    """The options of `import`.
+    """The options of ``import``.
 
     Attributes:
         exclude: parquet files whose questions must not appear.
@@ -126,6 +126,6 @@ def imported_row(options: ImportRequest, values: Row, location: RowLocation, ind
 
 
 def question_of(row: Row, location: RowLocation) -> str:
-    """Return what `read_questions` compares; "" of a row without a prompt."""
+    """Return what ``read_questions`` compares; "" of a row without a prompt."""
     question = row["extra_info"].get("question") or (row["prompt"][-1]["content"] if "prompt" in row else "")
     return str(question).strip()

@@ -65,9 +65,9 @@ def open_data(
         section: the recipe's data section.
         tokenizer: the actor's.
         seed: of the order.
-        responses: see `PromptDataset`.
+        responses: see ``PromptDataset``.
         max_prompts: evaluate on so many prompts at most.
-        readers: see `PromptStream`.
+        readers: see ``PromptStream``.
 
     Raises:
         DataError: a file, column or row is bad, or nothing is left to train or to evaluate on.
@@ -143,7 +143,7 @@ def open_validation(
 
 
 def _shuffled(dataset: PromptDataset, memory_mb: int) -> Iterator[Prompt | LeftOut]:
-    """All rows once, so that the first ones stand for the whole."""
+    """Yield all rows once, so that the first ones stand for the whole."""
     order = WindowOrder(dataset.rows.blocks, memory_mb, _VALIDATION_SEED)
     for first in range(0, len(dataset), READ_ROWS):
         yield from dataset.read(order.rows(first, min(READ_ROWS, len(dataset) - first)).tolist())

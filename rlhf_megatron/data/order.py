@@ -1,8 +1,8 @@
 """The order in which rows are trained on: a pure function of the seed and the position, cheap for data of any size.
 
-Here: epochs in shuffled or file order (`WindowOrder`) or by a column (`CurriculumOrder`), and which part of a mixture
-comes next (`Shares`). Every order is the same on all ranks, in every layout and in every version of NumPy: random bits
-are the raw ones of PCG64, which NumPy promises never to change (NEP 19), and are sorted by a stable sort.
+Here: epochs in shuffled or file order (``WindowOrder``) or by a column (``CurriculumOrder``), and which part of a
+mixture comes next (``Shares``). Every order is the same on all ranks, in every layout and in every version of NumPy:
+random bits are the raw ones of PCG64, which NumPy promises never to change (NEP 19), and are sorted by a stable sort.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Order(ABC):
         self.size = size
 
     def rows(self, position: int, count: int) -> Rows:
-        """Return the rows at `count` positions from this one on, counted through all epochs; [count]."""
+        """Return the rows at ``count`` positions from this one on, counted through all epochs; [count]."""
         pieces, stop = [], position + count
         while position < stop:
             epoch, first = divmod(position, self.size)
@@ -56,7 +56,7 @@ class Order(ABC):
 class WindowOrder(Order):
     """The files' order, or one drawn from the seed that needs no more than a window of the data in memory.
 
-    In each epoch the blocks are drawn in a new order and put into windows of up to `memory_mb`; the rows of a window
+    In each epoch the blocks are drawn in a new order and put into windows of up to ``memory_mb``; the rows of a window
     are shuffled as a whole. Data that fits into one window is shuffled perfectly.
     """
 
@@ -131,7 +131,7 @@ class CurriculumOrder(Order):
         return rows[numpy.argsort(self._keys[rows], kind="stable")]
 
     def needed_bytes(self, rows: DataRows) -> int:
-        """Return the most that rows which follow each other need of decoded blocks, as `Block.size` counts."""
+        """Return the most that rows which follow each other need of decoded blocks, as ``Block.size`` counts."""
         sizes = numpy.array([block.size for block in rows.blocks])
         owners = rows.block_of(self._epoch(0))
         starts = range(0, self.size, _STRETCH)
@@ -153,7 +153,7 @@ class Shares:
         self._offset = int(_bits(1, seed, 0, _MIXTURE)[0])
 
     def part(self, number: int) -> int:
-        """Return the part of prompt `number`, counted from 0 over the whole run."""
+        """Return the part of prompt ``number``, counted from 0 over the whole run."""
         return bisect_right(self._ends, (self._offset + number * _GOLDEN) % 2**64)
 
 
@@ -167,7 +167,7 @@ def curriculum_order(
     shuffle: bool,
     memory_mb: int,
 ) -> CurriculumOrder:
-    """The order of rows by a column.
+    """Return the order of rows by a column.
 
     Raises:
         DataError: a row has no number there, or the order jumps between more blocks than memory holds.

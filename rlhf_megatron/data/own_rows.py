@@ -1,7 +1,7 @@
 """Rows of a user's own data set (data.dataset: path.py:Class), with the columns of parquet files (column_values.py).
 
-The class is called with the list of files, and gives `len(data)` and `data[i]`: a dictionary of plain Python values,
-the same for the same i in every process. It runs on every rank.
+The class is called with the list of files, and gives ``len(data)`` and ``data[i]``: a dictionary of plain Python
+values, the same for the same i in every process. It runs on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DIGEST_ROWS, _MEASURED_ROWS = 1000, 32
 class OwnRows:
     """The rows of a user's class. Safe to share between threads: they take turns.
 
-    Attributes are those of `ParquetRows`; the digest is of the number of rows and of up to 1,000 rows.
+    Attributes are those of ``ParquetRows``; the digest is of the number of rows and of up to 1,000 rows.
     """
 
     def __init__(self, files: Sequence[str], specification: str, required: Columns) -> None:
@@ -71,23 +71,23 @@ class OwnRows:
         return RowLocation(self.files[0], row)
 
     def read(self, row: int) -> dict[str, Any]:
-        """See `ParquetRows.read`."""
+        """See ``ParquetRows.read``."""
         return self.take([row])[0]
 
     def take(self, rows: Sequence[int] | NDArray[numpy.int64]) -> list[dict[str, Any]]:
-        """See `ParquetRows.take`; raises DataError where the class fails."""
+        """See ``ParquetRows.take``; raises DataError where the class fails."""
         return [self._row(int(row)) for row in rows]
 
     def scan(
         self, columns: Sequence[str] | None = None, chunk: int = _BLOCK_ROWS
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """See `ParquetRows.scan`."""
+        """See ``ParquetRows.scan``."""
         for first in range(0, self._length, chunk):
             rows = self.take(range(first, min(self._length, first + chunk)))
             yield first, [row if columns is None else {name: row.get(name) for name in columns} for row in rows]
 
     def heads(self, count: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """See `ParquetRows.heads`."""
+        """See ``ParquetRows.heads``."""
         yield 0, self.take(range(min(count, self._length)))
 
     def distinct(self, column: str) -> Iterator[tuple[int, Any]]:
@@ -100,7 +100,7 @@ class OwnRows:
                     yield first + offset, row.get(column)
 
     def numbers(self, column: str) -> NDArray[numpy.float64]:
-        """See `ParquetRows.numbers`."""
+        """See ``ParquetRows.numbers``."""
         values = numpy.empty(self._length)
         for first, rows in self.scan():
             for offset, row in enumerate(rows):
@@ -111,11 +111,11 @@ class OwnRows:
         return values
 
     def block_of(self, rows: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-        """See `ParquetRows.block_of`."""
+        """See ``ParquetRows.block_of``."""
         return rows // _BLOCK_ROWS
 
     def refuse_media(self) -> None:
-        """Raise DataError where the first row has images, videos or sound; see `ParquetRows.refuse_media`."""
+        """Raise DataError where the first row has images, videos or sound; see ``ParquetRows.refuse_media``."""
         row = self._row(0)
         for column in MEDIA_COLUMNS:
             if row.get(column):
@@ -156,7 +156,7 @@ def open_rows(
     """Return the rows of files: of the recipe's own data set where it has one, else of parquet files.
 
     Raises:
-        DataError: see `ParquetRows` and `OwnRows`.
+        DataError: see ``ParquetRows`` and ``OwnRows``.
     """
     if section.dataset is not None:
         return OwnRows([str(file) for file in files], section.dataset, required)

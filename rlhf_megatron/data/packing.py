@@ -26,7 +26,7 @@ def assign_rows(
     rows_together: int = 1,
     attention: float = 0.0,
 ) -> Tensor:
-    """[R] -> [R] int64: the data-parallel rank of each row, -1 for rows that are in none of ``parts``.
+    """Map [R] -> [R] int64: the data-parallel rank of each row, -1 for rows that are in none of ``parts``.
 
     Ranks have about the same to do in each part, which are indices of rows; default: all. A row of n tokens costs n +
     ``attention`` n^2. Each ``rows_together`` rows that follow each other in a part go to one rank.
@@ -50,7 +50,7 @@ def assign_rows(
 
 
 def row_costs(lengths: Tensor, attention: float) -> NDArray[numpy.float64]:
-    """[R] -> [R]: what each row costs, see ``assign_rows``."""
+    """Map [R] -> [R]: what each row costs, see ``assign_rows``."""
     tokens = lengths.numpy().astype(numpy.float64)
     costs: NDArray[numpy.float64] = tokens + attention * tokens * tokens
     return costs
@@ -64,7 +64,7 @@ def plan_micro_batches(
     attention: float = 0.0,
     at_least: int = 1,
 ) -> list[list[int]]:
-    """``plan[m]``: the rows of micro-batch m, of the rows of one data-parallel rank.
+    """Return ``plan[m]``: the rows of micro-batch m, of the rows of one data-parallel rank.
 
     Each ``rows_together`` rows that follow each other stay in one micro-batch, in their order. There are the fewest
     micro-batches, ``at_least`` so many and a ``multiple``, that keep each within ``tokens_per_gpu``; a row longer than
@@ -83,7 +83,7 @@ def plan_micro_batches(
 
 
 def plan_for_all(plan_of: Callable[[int], list[list[int]]], most: Callable[[int], int]) -> list[list[int]]:
-    """This rank's micro-batches, as many as every other rank has.
+    """Return this rank's micro-batches, as many as every other rank has.
 
     ``plan_of`` gives a plan of at least so many; ``most`` the largest of what all ranks pass.
     """
@@ -128,7 +128,7 @@ def make_micro_batch(
     replayed_layers: Sequence[int] = (),
     prompted: PromptedRows | None = None,
 ) -> MicroBatch:
-    """Packs ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
+    """Pack ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
 
     ``fields`` are values of the whole batch, per token [T] or ``per_row`` [R], taken where the outputs are read.
     Each row is padded to a multiple of ``row_alignment`` (context parallelism cuts it evenly), behind its tokens, where
@@ -176,7 +176,7 @@ def make_micro_batch(
 
 
 def _pack(lengths: Sequence[int], row_alignment: int, alignment: int) -> Packing:
-    """Packing of rows of ``lengths`` one after the other, see ``make_micro_batch``."""
+    """Return the packing of rows of ``lengths`` one after the other, see ``make_micro_batch``."""
     padded = [-(-length // row_alignment) * row_alignment for length in lengths]
     padding = -sum(padded) % alignment if padded else alignment
     if padding:
@@ -188,7 +188,7 @@ def _pack(lengths: Sequence[int], row_alignment: int, alignment: int) -> Packing
 
 
 def _moved(values: Tensor, device: torch.device | str) -> Tensor:
-    """``values`` on the device; a GPU fetches them from pinned memory, for which nobody waits."""
+    """Return ``values`` on the device; a GPU fetches them from pinned memory, for which nobody waits."""
     if torch.device(device).type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
@@ -199,6 +199,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _last_token(row: Tensor, pad_token_id: int | None) -> int:
-    """Index of a row's last token, or of the last before closing ones that are the padding token, as some ends are."""
+    """Return the index of a row's last token, or of the last before closing ones that are the padding token, as some
+    ends are."""
     kept = (row != pad_token_id).nonzero() if pad_token_id is not None else row.new_zeros(0)
     return int(kept[-1]) if len(kept) else len(row) - 1

@@ -180,7 +180,7 @@ class SourceFile:
             ) from error
 
     def heads(self, count: int) -> list[dict[str, Any]]:
-        """Return the first `count` rows, without decoding what is behind them. Raises like `decode`."""
+        """Return the first ``count`` rows, without decoding what is behind them. Raises like ``decode``."""
         everything = range(len(self.row_groups))
         rows: list[dict[str, Any]] = []
         batches = self.batches(everything, self.columns, min(count, self._rows_at_once(everything)))
@@ -193,7 +193,7 @@ class SourceFile:
     def _check_columns(self, metadata: Any) -> None:
         """Raise DataError where the footer's description of a column is damaged.
 
-        pyarrow aborts the process when it is asked for such a one by `RowGroupMetaData.column`; the ranges that it
+        pyarrow aborts the process when it is asked for such a one by ``RowGroupMetaData.column``; the ranges that it
         finds out before it reads are all checked.
         """
         try:

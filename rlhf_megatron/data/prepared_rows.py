@@ -110,7 +110,7 @@ def write_rows(rows: list[Row], output: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(output: Path) -> Iterator[Path]:
-    """A path to write to, which takes the output's name when all is written, in the place of a file of that name.
+    """Give a path to write to, which takes the output's name when all is written, in the place of a file of that name.
 
     Raises:
         DataError: the file cannot be written, or there is something else than a file.

@@ -21,7 +21,7 @@ RESPONSES: Mapping[str, Responses] = {"rl": "none", "sft": "one", "reward_modeli
 
 
 def open_columns(files: Sequence[str | Path], section: DataSection, responses: Responses) -> Rows:
-    """Return the rows of files with the columns that a `PromptDataset` reads.
+    """Return the rows of files with the columns that a ``PromptDataset`` reads.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or has images that the recipe does not drop.

@@ -1,6 +1,6 @@
 """Prompts of parquet files: rows checked, put through the chat template, tokenized and measured as they are read.
 
-Here: `Prompt`, and `PromptDataset`, which makes rows into prompts. Not here: parquet files (rows.py), columns
+Here: ``Prompt``, and ``PromptDataset``, which makes rows into prompts. Not here: parquet files (rows.py), columns
 (prompt_columns.py, column_values.py), tokenizers (tokenizer.py), the order of training (order.py), reading ahead
 (stream.py), what a run opens (opening.py).
 """
@@ -107,7 +107,7 @@ class _Texts(NamedTuple):
 
 
 class PromptDataset:
-    """The rows of some parquet files, as `Prompt` where they can be used.
+    """The rows of some parquet files, as ``Prompt`` where they can be used.
 
     Opening reads only the files' footers. Every row is checked when it is read, so a bad one is told then.
     """
@@ -125,7 +125,7 @@ class PromptDataset:
 
         Args:
             files: parquet files with verl's columns (see column_values.py).
-            tokenizer: from `load_tokenizer`.
+            tokenizer: from ``load_tokenizer``.
             section: the recipe's data section.
             responses: what to tokenize beside the prompt: "one" is the response column, for supervised training;
                 "pair" the columns chosen and rejected, for a reward model. data_source and reward_model may then be
@@ -155,12 +155,12 @@ class PromptDataset:
         return self._prompts(rows, self.rows.take(rows))
 
     def read_all(self) -> Iterator[Prompt | LeftOut]:
-        """Reads all rows in the files' order; raises like `read`."""
+        """Read all rows in the files' order; raises like ``read``."""
         for first, rows in self.rows.scan(chunk=READ_ROWS):
             yield from self._prompts(range(first, first + len(rows)), rows)
 
     def read_heads(self, count: int) -> Iterator[Prompt | LeftOut]:
-        """Reads the first `count` rows of each file; raises like `read`."""
+        """Read the first ``count`` rows of each file; raises like ``read``."""
         for first, rows in self.rows.heads(count):
             yield from self._prompts(range(first, first + len(rows)), rows)
 
@@ -171,7 +171,7 @@ class PromptDataset:
         return list(dict.fromkeys(named))
 
     def none_left(self, rows: int) -> DataError:
-        """The error where none of ``rows`` rows can be used."""
+        """Return the error where none of ``rows`` rows can be used."""
         files, section = ", ".join(self.rows.files), self._section
         if section.validation_fraction:
             side = "" if self._held_out else "not "
@@ -275,7 +275,7 @@ class PromptDataset:
     def _rendered(
         self, rows: list[_Row], conversations: list[list[Message]], column: str, add_generation_prompt: bool = True
     ) -> list[str]:
-        """Return the texts of the rows' conversations; raise DataError for one that the chat template refuses."""
+        """Return the texts of the rows' conversations; raises DataError for one that the chat template refuses."""
         texts = []
         for row, text in zip(rows, self._tokenizer.render_each(conversations, add_generation_prompt), strict=True):
             if isinstance(text, DataError):
@@ -312,7 +312,7 @@ class PromptDataset:
         )
 
     def _may_fit(self, column: str, characters: int, tokens: int | None, location: RowLocation) -> bool:
-        """Return whether a text of so many characters can be within a limit of tokens; or stop, as `_fits` does."""
+        """Return whether a text of so many characters can be within a limit of tokens; or stop, as ``_fits`` does."""
         most = longest_text(tokens)
         if characters <= most:
             return True

@@ -78,7 +78,7 @@ class RolloutBatch:
         return on_tokens(torch.arange(self.rows), self.response_lengths)
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
-        """The batch of these rows, in this order; ``row_id`` says who is who. All in order: itself."""
+        """Return the batch of these rows, in this order; ``row_id`` says who is who. All in order: itself."""
         if list(rows) == list(range(self.rows)):
             return self
         index = torch.as_tensor(list(rows), dtype=torch.int64)
@@ -91,17 +91,17 @@ class RolloutBatch:
         return dataclasses.replace(self, cu_seqlens=boundaries(self.lengths[index]), **chosen)
 
     def with_fields(self, **values: Any) -> RolloutBatch:
-        """The same batch with these fields set."""
+        """Return the same batch with these fields set."""
         return dataclasses.replace(self, **values)
 
     def fields(self, weights: Tensor) -> dict[str, Tensor]:
-        """Inputs of an objective for each token, with the ``weights`` [T] that its loss is summed with."""
+        """Return inputs of an objective for each token, with the ``weights`` [T] that its loss is summed with."""
         names = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "values", "returns")
         present = {name: value for name, value in self._tensors().items() if name in names}
         return present | {"weights": weights}
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """[R] -> [T]: each row's value on its sampled tokens, 0 on the others."""
+        """Map [R] -> [T]: each row's value on its sampled tokens, 0 on the others."""
         return on_marked(per_row, self.response_mask, self.cu_seqlens)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ _FLAGS = frozenset(["response_mask", "truncated"])
 
 
 def checked_batch(fields: Mapping[str, Any], vocabulary: int, choices: ChoiceShape | None = None) -> RolloutBatch:
-    """The batch with these fields, which were read from a file; with ``choices``, those of experts included.
+    """Return the batch with these fields, which were read from a file; with ``choices``, those of experts included.
 
     Raises ValueError or TypeError where they are not those of one batch, or a token is none of the ``vocabulary``.
     """
@@ -161,7 +161,7 @@ def checked_batch(fields: Mapping[str, Any], vocabulary: int, choices: ChoiceSha
 
 
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """The rows of all batches, in order; ids stay as they are. One alone: itself.
+    """Return the rows of all batches, in order; ids stay as they are. One alone: itself.
 
     Raises ValueError where some lack a field.
     """
@@ -176,14 +176,14 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 
 def turn_ends(mask: Tensor, lengths: Tensor) -> Tensor:
-    """[T] bool, [R] -> [T] bool: the last token of each run of marked ones within a row: each turn's."""
+    """Map [T] bool, [R] -> [T] bool: the last token of each run of marked ones within a row: each turn's."""
     following = torch.cat([mask[1:], mask.new_zeros(1)])[: len(mask)]
     following[lengths.cumsum(0)[lengths > 0] - 1] = False
     return mask & ~following
 
 
 def _on_turns(mask: Tensor, lengths: Tensor, rewards: Sequence[Sequence[float] | None]) -> Tensor:
-    """[T] float32: the rewards of each row's turns on their last tokens; of a turn that failed 0."""
+    """Return [T] float32: the rewards of each row's turns on their last tokens; of a turn that failed 0."""
     values = torch.zeros(len(mask))
     ends = turn_ends(mask, lengths).split(lengths.tolist())
     for of_row, own, place in zip(ends, values.split(lengths.tolist()), rewards, strict=True):
@@ -197,28 +197,29 @@ def _on_turns(mask: Tensor, lengths: Tensor, rewards: Sequence[Sequence[float] |
 
 
 def boundaries(lengths: Tensor) -> Tensor:
-    """[R] -> [R + 1] int64: where each row begins, and the last one ends."""
+    """Map [R] -> [R + 1] int64: where each row begins, and the last one ends."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def on_tokens(per_row: Tensor, lengths: Tensor) -> Tensor:
-    """[R], [R] int64 -> [T]: each row's value on each of its tokens."""
+    """Map [R], [R] int64 -> [T]: each row's value on each of its tokens."""
     return torch.from_numpy(per_row.numpy().repeat(lengths.numpy()))
 
 
 def on_marked(per_row: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[R], [T] bool -> [T]: each row's value on its marked tokens, 0 on the others."""
+    """Map [R], [T] bool -> [T]: each row's value on its marked tokens, 0 on the others."""
     return on_tokens(per_row, cu_seqlens.diff()).masked_fill_(~mask, 0)
 
 
 def marked_in_rows(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] bool -> [R] int64: how many tokens of each row are marked."""
+    """Map [T] bool -> [R] int64: how many tokens of each row are marked."""
     rows = mask.split(cu_seqlens.diff().tolist())
     return torch.tensor([int(row.count_nonzero()) for row in rows], dtype=torch.int64)
 
 
 def in_order(parts: Sequence[Tensor], lengths: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
-    """The tokens of ``rows`` in this order, out of ``parts`` with rows of these ``lengths``, counted through all."""
+    """Return the tokens of ``rows`` in this order, out of ``parts`` with rows of these ``lengths``, counted through
+    all."""
     every = [row for part, of_part in zip(parts, lengths, strict=True) for row in part.split(of_part)]
     return torch.cat([parts[0][:0], *(every[row] for row in rows)])
 
@@ -239,7 +240,7 @@ def batch_from_rows(
     expert_choices: Sequence[Tensor | None] | None = None,
     choices: ChoiceShape | None = None,
 ) -> RolloutBatch:
-    """Packs rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own, and
+    """Pack rows given as lists. Rewards default to 0; without ``group_id`` or ``row_id`` each row is on its own, and
     without ``trajectory_id`` a trajectory.
 
     ``sampled``: which tokens of a response were; None: all. ``turn_rewards``: of each row's first turns, where
@@ -274,5 +275,5 @@ def batch_from_rows(
 
 
 def no_rows(choices: ChoiceShape | None, has_turn_rewards: bool) -> RolloutBatch:
-    """A batch without rows, with the fields of those that have some."""
+    """Return a batch without rows, with the fields of those that have some."""
     return batch_from_rows([], [], [], turn_rewards=[] if has_turn_rewards else None, choices=choices)

@@ -49,7 +49,7 @@ class RowNumbers:
         return ids.unique(return_inverse=True)[1]
 
     def of_trajectories(self) -> RowNumbers:
-        """The numbers of the first row of each trajectory, in their order; where each has one: itself."""
+        """Return the numbers of the first row of each trajectory, in their order; where each has one: itself."""
         if self.trajectory_id is None:
             return self
         index, order = self.trajectories.sort(stable=True)
@@ -61,16 +61,16 @@ class RowNumbers:
         return int(self.lengths.sum())
 
     def select(self, rows: Tensor) -> RowNumbers:
-        """The numbers of these rows: their indices, or [R] bool."""
+        """Return the numbers of these rows: their indices, or [R] bool."""
         fields = {name: getattr(self, name) for name in _names(self)}
         return dataclasses.replace(self, **{name: value[rows] for name, value in fields.items()})
 
     def with_fields(self, **values: Any) -> RowNumbers:
-        """The same rows with these fields set."""
+        """Return the same rows with these fields set."""
         return dataclasses.replace(self, **values)
 
     def table(self) -> Tensor:
-        """[R, columns] int64, from which ``from_table`` makes the same again; without scores and baselines."""
+        """Return [R, columns] int64, from which ``from_table`` makes the same again; without scores and baselines."""
         columns = [getattr(self, name) for name in _WHOLE]
         trajectory = self.row_id if self.trajectory_id is None else self.trajectory_id
         rewards = self.rewards.double().view(torch.int64)
@@ -86,7 +86,7 @@ _OF_BATCHES = (
 
 
 def from_table(table: Tensor) -> RowNumbers:
-    """The numbers of a ``RowNumbers.table``."""
+    """Return the numbers of a ``RowNumbers.table``."""
     whole = {name: table[:, index].contiguous() for index, name in enumerate(_WHOLE)}
     trajectory, truncated, rewards = (table[:, len(_WHOLE) + index].contiguous() for index in range(3))
     own = None if torch.equal(trajectory, whole["row_id"]) else trajectory
@@ -96,7 +96,7 @@ def from_table(table: Tensor) -> RowNumbers:
 
 
 def checked_numbers(fields: Mapping[str, Any]) -> RowNumbers:
-    """The numbers with these fields, which were read from a file.
+    """Return the numbers with these fields, which were read from a file.
 
     Raises ValueError or TypeError where they are not those of some rows.
     """
@@ -114,7 +114,7 @@ def checked_numbers(fields: Mapping[str, Any]) -> RowNumbers:
 
 
 def numbers_of(batch: RolloutBatch, holder: int | Tensor) -> RowNumbers:
-    """The numbers of a batch whose tokens lie on the rank ``holder``, or [R] on these."""
+    """Return the numbers of a batch whose tokens lie on the rank ``holder``, or [R] on these."""
     at = holder if isinstance(holder, Tensor) else torch.full((batch.rows,), holder, dtype=torch.int64)
     of_batch = {name: getattr(batch, name) for name in _OF_BATCHES}
     return RowNumbers(
@@ -127,7 +127,7 @@ def numbers_of(batch: RolloutBatch, holder: int | Tensor) -> RowNumbers:
 
 
 def with_numbers(batch: RolloutBatch, numbers: RowNumbers) -> RolloutBatch:
-    """The batch with what the ``numbers`` of the same rows say of each."""
+    """Return the batch with what the ``numbers`` of the same rows say of each."""
     return batch.with_fields(**{name: getattr(numbers, name) for name in _OF_BATCHES})
 
 
@@ -150,7 +150,7 @@ class SpreadRows:
         return self.numbers.groups
 
     def select(self, chosen: Tensor) -> SpreadRows:
-        """The rows of which ``chosen`` [R] bool is true."""
+        """Return the rows of which ``chosen`` [R] bool is true."""
         if bool(chosen.all()):
             return self
         here = self.numbers.holder == self.rank
@@ -158,16 +158,16 @@ class SpreadRows:
         return dataclasses.replace(self, numbers=self.numbers.select(chosen), held=self.held.select(kept))
 
     def with_fields(self, **values: Any) -> SpreadRows:
-        """The same rows with these numbers set."""
+        """Return the same rows with these numbers set."""
         return dataclasses.replace(self, numbers=self.numbers.with_fields(**values))
 
     def here(self) -> RolloutBatch:
-        """The rows that this rank holds, with their numbers."""
+        """Return the rows that this rank holds, with their numbers."""
         return with_numbers(self.held, self.numbers.select(self.numbers.holder == self.rank))
 
 
 def joined(parts: Sequence[SpreadRows]) -> SpreadRows:
-    """The rows of all parts, in order; ids stay as they are. Raises ValueError where some lack a field."""
+    """Return the rows of all parts, in order; ids stay as they are. Raises ValueError where some lack a field."""
     if len(parts) == 1:
         return parts[0]
     every = [part.numbers for part in parts]

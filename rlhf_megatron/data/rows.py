@@ -162,7 +162,8 @@ class ParquetRows:
     def scan(
         self, columns: Sequence[str] | None = None, chunk: int = 1024
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield (first row, rows) of at most `chunk` rows at a time in file order; `columns` default to all named."""
+        """Yield (first row, rows) of at most ``chunk`` rows at a time in file order; ``columns`` default to all
+        named."""
         for block in self.blocks:
             names = self._files[block.file].columns
             table = self._decode(block, names if columns is None else [name for name in columns if name in names])
@@ -171,7 +172,7 @@ class ParquetRows:
                 yield first, python_rows(piece, lambda row, first=first: self.location(first + row))  # type: ignore[misc]
 
     def heads(self, count: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield (first row, rows) of the first `count` rows of each file, without decoding what is behind them."""
+        """Yield (first row, rows) of the first ``count`` rows of each file, without decoding what is behind them."""
         for file, first in zip(self._files, self._file_starts, strict=True):
             with self._lock:
                 rows = file.heads(count)
@@ -222,7 +223,7 @@ class ParquetRows:
         return floats
 
     def _add_blocks(self, file: SourceFile) -> None:
-        """Number the rows of one more file, and put its row groups together."""
+        """Index the rows of one more file, and put its row groups together."""
         enough = min(BLOCK_BYTES, self._memory // BLOCKS_IN_MEMORY)
         start, rows, size = 0, 0, 0
         for index, group in enumerate(file.row_groups):

@@ -1,4 +1,4 @@
-"""The tokenizer of a bare sentencepiece `.model` file, by sentencepiece, which is imported when one is loaded."""
+"""The tokenizer of a bare sentencepiece ``.model`` file, by sentencepiece, which is imported when one is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_megatron.untrusted import MOST_BYTES, check_regular, reason_of
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A bare sentencepiece `.model` file; it carries no chat template, so chats need data.chat_template."""
+    """A bare sentencepiece ``.model`` file; it carries no chat template, so chats need data.chat_template."""
 
     def __init__(self, model_file: Path, chat_template: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
         """Load the file.
@@ -52,7 +52,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.stop_token_ids = self._collect_stop_tokens(model_file.parent)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """See `Tokenizer.encode_many`."""
+        """See ``Tokenizer.encode_many``."""
         return [self._encode_with_controls(text) for text in texts]
 
     def _encode_with_controls(self, text: str) -> list[int]:
@@ -63,7 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See `Tokenizer.decode`."""
+        """See ``Tokenizer.decode``."""
         if skip_special_tokens:
             return str(self._inner.decode([token_id for token_id in token_ids if not self.is_special(token_id)]))
         parts: list[str] = []
@@ -77,5 +77,5 @@ class SentencePieceTokenizer(Tokenizer):
         return "".join([*parts, self._inner.decode(plain)])
 
     def is_special(self, token_id: int) -> bool:
-        """See `Tokenizer.is_special`."""
+        """See ``Tokenizer.is_special``."""
         return bool(self._inner.is_control(token_id))

@@ -38,7 +38,7 @@ class PromptedRows:
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> PromptedRows:
-        """The rows of a batch, whose prompts are compared token by token."""
+        """Return the rows of a batch, whose prompts are compared token by token."""
         lengths, completions = batch.lengths, batch.completion_lengths
         of_prompts = lengths - completions
         numbers: dict[bytes, int] = {}
@@ -49,8 +49,8 @@ class PromptedRows:
 
     @classmethod
     def of_numbers(cls, numbers: RowNumbers) -> PromptedRows:
-        """Rows of which only numbers are known: those of a group begin with one prompt, but for a trajectory's later
-        rows, each with one of its own."""
+        """Return rows of which only numbers are known: those of a group begin with one prompt, but for a trajectory's
+        later rows, each with one of its own."""
         prompts, of_prompts = numbers.group_id, numbers.lengths - numbers.completion_lengths
         if numbers.trajectory_id is None or not numbers.rows:
             return cls(numbers.lengths, prompts, of_prompts)
@@ -68,27 +68,28 @@ class PromptedRows:
         return lengths
 
     def tokens(self, rows: Sequence[int]) -> int:
-        """Number of tokens that the micro-batch of ``rows`` computes: each prompt once."""
+        """Return the number of tokens that the micro-batch of ``rows`` computes: each prompt once."""
         index = torch.as_tensor(list(rows), dtype=torch.int64)
         of_prompts = self.prompt_lengths[index]
         found = dict(zip(self.prompts[index].tolist(), of_prompts.tolist(), strict=True))
         return int((self.lengths[index] - of_prompts).sum()) + sum(found.values())
 
     def cost(self, rows: Sequence[int], attention: float) -> float:
-        """Cost of the micro-batch of ``rows``, see ``assign_rows``."""
+        """Return the cost of the micro-batch of ``rows``, see ``assign_rows``."""
         own, shared = self._costs(attention)
         index = numpy.asarray(rows, dtype=numpy.int64)
         found = dict(zip(self.prompts.numpy()[index].tolist(), shared[index].tolist(), strict=True))
         return float(own[index].sum()) + sum(found.values())
 
     def _costs(self, attention: float) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """[R] each: of what follows a prompt, and of the prompt."""
+        """Return [R] each: of what follows a prompt, and of the prompt."""
         whole, of_prompts = (each.numpy().astype(numpy.float64) for each in (self.lengths, self.prompt_lengths))
         shared = of_prompts + attention * of_prompts**2
         return whole + attention * whole**2 - shared, shared
 
     def assign(self, data: int, parts: Sequence[Tensor] | None = None, attention: float = 0.0) -> Tensor:
-        """As ``assign_rows``; a rank has rows that follow each other by prompts, so that few prompts are on two."""
+        """Do as ``assign_rows`` does; a rank has rows that follow each other by prompts, so that few prompts are on
+        two."""
         owner = torch.full((len(self.lengths),), -1, dtype=torch.int64)
         own, shared = self._costs(attention)
         for part in [torch.arange(len(owner))] if parts is None else parts:
@@ -103,7 +104,7 @@ class PromptedRows:
     def plan(
         self, tokens_per_gpu: int, multiple: int = 1, attention: float = 0.0, at_least: int = 1
     ) -> list[list[int]]:
-        """As ``plan_micro_batches``; each has rows that follow each other by prompts, and each prompt once."""
+        """Do as ``plan_micro_batches`` does; each has rows that follow each other by prompts, and each prompt once."""
         order = self.prompts.argsort(stable=True).tolist()
         own, shared = (each.tolist() for each in self._costs(attention))
         sizes, of_prompts = (self.lengths - self.prompt_lengths).tolist(), self.prompt_lengths.tolist()
@@ -138,7 +139,7 @@ class _Rows:
     limit: int
 
     def cut(self, most: float) -> list[list[int]]:
-        """Pieces that cost at most ``most`` and have at most ``limit`` tokens, but for a row alone."""
+        """Return pieces that cost at most ``most`` and have at most ``limit`` tokens, but for a row alone."""
         pieces: list[list[int]] = []
         cost, size, prompt = 0.0, 0, -1
         for row in self.order:
@@ -172,7 +173,7 @@ class RepeatedKeys:
     prompts: tuple[tuple[int, int, tuple[int, ...]], ...]
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RepeatedKeys:
-        """The same, its tensors as ``move`` makes them."""
+        """Return the same, its tensors as ``move`` makes them."""
         return dataclasses.replace(
             self, tokens=move(self.tokens), boundaries=move(self.boundaries), first=move(self.first)
         )
@@ -208,7 +209,7 @@ class _Sequences:
         self.repeated: list[tuple[int, int]] = []  # first token and number of those whose keys come before their own
 
     def add(self, length: int, offset: int = 0, prompt: int = 0) -> int:
-        """Lays a sequence, if it has tokens, that goes on from ``offset`` tokens laid at ``prompt``; returns where."""
+        """Lay a sequence, if it has tokens, that goes on from ``offset`` tokens laid at ``prompt``; return where."""
         begin = sum(self.lengths)
         if length:
             self.lengths.append(length)
@@ -218,7 +219,8 @@ class _Sequences:
 
 
 def pack_with_shared_prompts(rows: Sequence[int], prompted: PromptedRows, alignment: int) -> Packing:
-    """Packing of ``rows`` in a micro-batch that is padded to a multiple of ``alignment`` by a sequence of its own."""
+    """Return the packing of ``rows`` in a micro-batch that is padded to a multiple of ``alignment`` by a sequence of
+    its own."""
     index = torch.as_tensor(list(rows), dtype=torch.int64)
     whole, of_prompts = prompted.lengths[index].tolist(), prompted.prompt_lengths[index].tolist()
     together: dict[int, list[int]] = {}
@@ -246,7 +248,7 @@ def pack_with_shared_prompts(rows: Sequence[int], prompted: PromptedRows, alignm
 
 
 def _keys(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> RepeatedKeys | None:
-    """The keys of sequences of ``lengths`` queries that repeat tokens (begin, length) before their own."""
+    """Return the keys of sequences of ``lengths`` queries that repeat tokens (begin, length) before their own."""
     if not any(length for _, length in spans):
         return None
     of_keys = [own + repeated for own, (_, repeated) in zip(lengths, spans, strict=True)]

@@ -57,7 +57,7 @@ class PromptStream:
     """The training prompts, epoch after epoch, the same on every rank and after every resume.
 
     A thread reads, tokenizes and filters rows ahead of time; rows that are left out are skipped where they are met.
-    Of several `readers` each does so with a share of the rows.
+    Of several ``readers`` each does so with a share of the rows.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PromptStream:
         """Start at the first prompt, and begin to read.
 
         Args:
-            datasets: one for each of `section.parts`.
+            datasets: one for each of ``section.parts``.
             section: the recipe's data section, for weights and order.
             seed: of the order.
             readers: the ranks that draw these prompts, all of them at a time; this rank alone by default.
@@ -89,18 +89,18 @@ class PromptStream:
         }
         self._drawn, self._left_out = 0, 0  # prompts handed out, and rows that were left out before them
         self._positions = (0,) * len(datasets)
-        self._waited = 0.0  # seconds for prompts since `take_wait_ms`
+        self._waited = 0.0  # seconds for prompts since ``take_wait_ms``
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-reader")
         self._restart()
 
     def next(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts as a whole; see `draw`."""
+        """Return the next ``count`` prompts as a whole; see ``draw``."""
         return [prompt if isinstance(prompt, Prompt) else prompt.whole() for prompt in self.draw(count)]
 
     def draw(self, count: int) -> list[Prompt | DrawnPrompt]:
-        """Return the next `count` prompts; the last ones of an epoch are followed by the first ones of the next.
+        """Return the next ``count`` prompts; the last ones of an epoch are followed by the first ones of the next.
 
-        Collective over the `readers`, who know the lengths of all.
+        Collective over the ``readers``, who know the lengths of all.
 
         Raises:
             ValueError: count is not positive.
@@ -117,7 +117,7 @@ class PromptStream:
         return prompts
 
     def _taken(self, count: int) -> list[_Drawn]:
-        """The prompts that were read ahead, of a rank that reads alone."""
+        """Return the prompts that were read ahead, of a rank that reads alone."""
         self._read_ahead(count)
         while len(self._ready) < count:
             self._ready.extend(self._reading[0].result())
@@ -128,7 +128,7 @@ class PromptStream:
         return drawn
 
     def read(self, locations: Sequence[tuple[int, int]]) -> list[Prompt | None]:
-        """Return the prompts with these `part` and `row`, None for one that is left out now; the position stays.
+        """Return the prompts with these ``part`` and ``row``, None for one that is left out now; the position stays.
 
         Raises:
             DataError: a row is bad.
@@ -153,7 +153,7 @@ class PromptStream:
         return prompts
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` needs to go on behind the last prompt that was handed out (plain JSON values)."""
+        """Return what ``load`` needs to go on behind the last prompt that was handed out (plain JSON values)."""
         return {
             "drawn": self._drawn,
             "left_out": self._left_out,
@@ -162,7 +162,7 @@ class PromptStream:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Go on where ``state`` was taken.
 
         Raises:
             DataError: the state belongs to another order: other files, seed, or settings of the data section.
@@ -190,7 +190,7 @@ class PromptStream:
         self._restart()
 
     def metrics(self) -> dict[str, float]:
-        """Epochs gone by, of each part of a mixture, and the number of rows left out for their length.
+        """Return epochs gone by, of each part of a mixture, and the number of rows left out for their length.
 
         And blocks that are decoded again and again, where there are any.
         """
@@ -235,7 +235,7 @@ class PromptStream:
         return max(1, min(rows, int(_BYTES_AHEAD // max(1.0, *(each.rows.row_bytes for each in self._datasets)))))
 
     def _from(self, drawn: int, positions: list[int], left_out: int) -> Iterator[_Drawn]:
-        """All prompts from there on."""
+        """Yield all prompts from there on."""
         parts = [self._of_part(part, position) for part, position in enumerate(positions)]
         for number in itertools.count(drawn):
             part = self._shares.part(number)
@@ -244,7 +244,7 @@ class PromptStream:
             yield _Drawn(prompt, tuple(positions), left_out)
 
     def _of_part(self, part: int, position: int) -> Iterator[tuple[Prompt | DrawnPrompt, int, int]]:
-        """The prompts of one part, each with the position behind it and the rows left out just before it."""
+        """Yield the prompts of one part, each with the position behind it and the rows left out just before it."""
         dataset = self._datasets[part]
         left_out = unused = 0
         for item in self._read_from(part, position) if self._readers.count == 1 else self._told_from(part, position):
@@ -260,7 +260,7 @@ class PromptStream:
                 raise dataset.none_left(len(dataset))
 
     def _read_from(self, part: int, position: int) -> Iterator[Prompt | LeftOut]:
-        """All rows of a part from a position on, read here."""
+        """Yield all rows of a part from a position on, read here."""
         while True:
             rows = self._orders[part].rows(position, self._within(READ_ROWS)).tolist()
             position += len(rows)
@@ -268,7 +268,8 @@ class PromptStream:
                 yield dataclasses.replace(item, part=part) if part and isinstance(item, Prompt) else item
 
     def _told_from(self, part: int, position: int) -> Iterator[DrawnPrompt | LeftOut]:
-        """The same by the shares that all `readers` read, whose next ones the thread reads already; collective."""
+        """Yield the same by the shares that all ``readers`` read, whose next ones the thread reads already;
+        collective."""
         dataset, count = self._datasets[part], self._readers.rows_at_once(READ_ROWS)
 
         def begin(position: int) -> tuple[list[int], Future[list[int]]]:
@@ -291,7 +292,7 @@ class PromptStream:
 
 
 def _order(section: DataSection, dataset: PromptDataset, seed: int, part: int) -> Order:
-    """The order of the rows of one part."""
+    """Return the order of the rows of one part."""
     rows, memory, wanted = dataset.rows, section.shuffle_window_mb, section.curriculum
     if wanted is None:
         return WindowOrder(rows.blocks, memory, seed, part, section.shuffle)

@@ -25,7 +25,7 @@ from rlhf_megatron.data.chat_template import frame, read_frame
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text; here it is only written."""
+    """``{% generation %} ... {% endgeneration %}`` marks the assistant's text; here it is only written."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -131,5 +131,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter of this name escapes characters of HTML."""
+    """Do what Jinja's own filter of this name does, but for escaping characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

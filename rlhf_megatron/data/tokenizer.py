@@ -99,7 +99,7 @@ class Tokenizer(ABC):
         """Return the ids of a conversation, up to and with the header that opens the assistant's next turn.
 
         Raises:
-            DataError: see `render_chat`.
+            DataError: see ``render_chat``.
         """
         return self.encode(self.render_chat(messages))
 
@@ -107,7 +107,7 @@ class Tokenizer(ABC):
         """Return the ids of conversations, each with the assistant's answer as its last turn, closed by the template.
 
         Raises:
-            DataError: see `render_chat`.
+            DataError: see ``render_chat``.
         """
         asked = [
             [*messages, {"role": "assistant", "content": answer}]
@@ -116,11 +116,11 @@ class Tokenizer(ABC):
         return self.encode_many(list(map(text_of_rendered, self.render_each(asked, add_generation_prompt=False))))
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
-        """Return what the chat template puts behind a turn of the assistant's that has ended, where `messages` follow:
-        up to and with the header of its next turn. Its end itself is not part of that.
+        """Return what the chat template puts behind a turn of the assistant's that has ended, where ``messages``
+        follow: up to and with the header of its next turn. Its end itself is not part of that.
 
         Raises:
-            DataError: see `render_chat`; or the template puts no control token after an assistant's turn, or another
+            DataError: see ``render_chat``; or the template puts no control token after an assistant's turn, or another
                 one where others follow, or leaves a message out.
         """
         end = self.turn_end_token()
@@ -136,7 +136,7 @@ class Tokenizer(ABC):
         return self.encode(self._behind_turn(messages, end))
 
     def _behind_turn(self, messages: Sequence[Message], end: int) -> str:
-        """Return the chat template's text behind the end of an assistant's turn that `messages` follow."""
+        """Return the chat template's text behind the end of an assistant's turn that ``messages`` follow."""
         conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": TURN_PROBE}, *messages]
         _, _, behind = self.render_chat(conversation).partition(TURN_PROBE)
         begin, end_text = behind.lstrip(), self.decode([end], skip_special_tokens=False)

@@ -22,7 +22,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raises DataError for the first file of a tokenizer's folder that its library should not see."""
+    """Raise DataError for the first file of a tokenizer's folder that its library should not see."""
     for pattern in _PATTERNS:
         for file in sorted(folder.glob(pattern)):
             if not file.name.endswith(".index.json"):
@@ -63,7 +63,7 @@ def end_token_ids(path: Path) -> set[int]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no file."""
+    """Return the object in a JSON file, empty where there is no file."""
     if not path.exists() and not path.is_symlink():
         return {}
     try:
@@ -76,7 +76,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """transformers may read the model's config for its tokenizer, and makes lists of so many."""
+    """Check sizes: transformers may read the model's config for its tokenizer, and makes lists of so many."""
     for field in ("num_hidden_layers", "num_labels"):
         value = config.get(field)
         if isinstance(value, int) and value > _MOST_LISTED:
@@ -84,7 +84,7 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_named(path: Path, content: Mapping[str, Any]) -> None:
-    """Tokens with a role are texts, or objects with one."""
+    """Check that tokens with a role are texts, or objects with one."""
     for name in _NAMED_TOKENS:
         token = content.get(name)
         if token is not None and _text_of(token) is None:
@@ -125,7 +125,7 @@ def _named_template(value: object) -> list[object]:
 
 
 def _check_vocabulary(path: Path, content: Mapping[str, Any]) -> set[str]:
-    """The tokens in a tokenizer.json; raises DataError where two have one id, or an id is none."""
+    """Return the tokens in a tokenizer.json; raises DataError where two have one id, or an id is none."""
     model, added = content.get("model"), content.get("added_tokens")
     if not isinstance(model, dict):
         raise _wrong(path, "model", "an object")
@@ -154,7 +154,7 @@ def _check_vocabulary(path: Path, content: Mapping[str, Any]) -> set[str]:
 
 
 def _check_ids(path: Path, field: str, pairs: Iterable[tuple[object, object]]) -> None:
-    """Each id is one, and of one token only."""
+    """Check that each id is one, and of one token only."""
     seen: dict[object, object] = {}
     for text, token in pairs:
         _check_id(path, field, token)
@@ -172,7 +172,7 @@ def _check_id(path: Path, field: str, token: object) -> None:
 
 
 def _text_of(token: object) -> str | None:
-    """The text of a token, which may be an object with more."""
+    """Return the text of a token, which may be an object with more."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -23,7 +23,7 @@ def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
     """Load the tokenizer of a recipe's policy, with the chat template that the recipe asks for.
 
     Raises:
-        DataError: see `load_tokenizer`.
+        DataError: see ``load_tokenizer``.
     """
     return load_tokenizer(
         recipe.model.tokenizer or recipe.model.path,
@@ -39,7 +39,7 @@ def load_tokenizer(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Load a tokenizer from a Hugging Face folder, a sentencepiece `.model` file, or a folder with only the latter.
+    """Load a tokenizer from a Hugging Face folder, a sentencepiece ``.model`` file, or a folder with only the latter.
 
     Args:
         path: the folder or file (recipe: model.tokenizer, else model.path). Names on the Hugging Face hub are not

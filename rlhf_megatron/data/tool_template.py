@@ -38,7 +38,7 @@ def call_end_token(tokenizer: Tokenizer, name: str) -> int | None:
 
 
 def _behind_calls(tokenizer: Tokenizer, turn: Message, messages: Sequence[Message]) -> str:
-    """The chat template's text behind the arguments of a turn's last call, of which a probe takes the place."""
+    """Return the chat template's text behind the arguments of a turn's last call, of which a probe takes the place."""
     refusal = DataError("the chat template leaves out the calls of a turn")
     for form in _forms(turn):
         begin = [{"role": "user", "content": "x"}, form]
@@ -54,8 +54,8 @@ def _behind_calls(tokenizer: Tokenizer, turn: Message, messages: Sequence[Messag
 
 
 def _forms(turn: Message) -> Iterator[Message]:
-    """A turn's calls as templates want them: objects as arguments, or text and no content beside (DeepSeek's); all of
-    them, or the last, where a template allows one in a turn (gpt-oss's, Llama's)."""
+    """Yield a turn's calls as templates want them: objects as arguments, or text and no content beside (DeepSeek's);
+    all of them, or the last, where a template allows one in a turn (gpt-oss's, Llama's)."""
     calls = list(turn["tool_calls"])
     calls[-1] = _with_arguments(calls[-1], {TURN_PROBE: TURN_PROBE})
     for shown in (calls, calls[-1:]):

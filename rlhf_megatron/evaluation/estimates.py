@@ -83,7 +83,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
 
 @lru_cache(maxsize=4096)
 def _majority(votes: tuple[tuple[int, int], ...], silent: int, k: int) -> float:
-    """`majority_at_k` for answers given by (samples, right samples), and so many silent samples.
+    """Return ``majority_at_k`` for answers given by (samples, right samples), and so many silent samples.
 
     For each number of votes that may win, the subsets of size k in which no answer has more are counted, answer by
     answer, by size and number of winners, together with the sum of the winners' scores. All in whole numbers: scores
@@ -129,7 +129,7 @@ def sample_counts(samples: int) -> list[int]:
 def evaluation_metrics(answered: Sequence[Answered], seed: int) -> dict[str, dict[str, Estimate]]:
     """Return {data source: {metric: estimate}}, sources in alphabetical order.
 
-    Metrics: mean@n (the share of right samples), pass@k and maj@k for the k of `sample_counts`, and score (the mean
+    Metrics: mean@n (the share of right samples), pass@k and maj@k for the k of ``sample_counts``, and score (the mean
     score). n is the number of samples of each question, the same for all of a source. maj@k is left out for a source in
     which no sample has an answer.
 
@@ -151,7 +151,7 @@ def evaluation_metrics(answered: Sequence[Answered], seed: int) -> dict[str, dic
 
 
 def _values(source: str, questions: Sequence[Answered]) -> Mapping[str, list[float]]:
-    """Each metric's value for each question."""
+    """Return each metric's value for each question."""
     sizes = {len(question.correct) for question in questions}
     if len(sizes) > 1:
         raise ValueError(f"{source}: questions have from {min(sizes)} to {max(sizes)} samples instead of equally many")

@@ -22,7 +22,7 @@ from rlhf_megatron.runtime.run_context import RunContext
 
 
 def headline_metric(recipe: RLRecipe) -> str:
-    """Returns which metric of an evaluation is a run's headline: to a reward model alone, no answer is right or
+    """Return which metric of an evaluation is a run's headline: to a reward model alone, no answer is right or
     wrong."""
     return "score" if recipe.reward.rule == "none" else "accuracy"
 
@@ -30,7 +30,7 @@ def headline_metric(recipe: RLRecipe) -> str:
 def held_out_metrics(
     context: RunContext[RLRecipe], worker: RolloutWorker, prompts: Sequence[Prompt], tokenizer: Tokenizer, step: int
 ) -> dict[str, float]:
-    """Has all replicas answer the prompts; returns the metrics by data source on rank 0, elsewhere none.
+    """Have all replicas answer the prompts; return the metrics by data source on rank 0, elsewhere none.
 
     Collective. The first answers go to samples/step-N.parquet, for people to read.
     """
@@ -46,7 +46,7 @@ def held_out_metrics(
 
 
 def headline_mean(recipe: RLRecipe, metrics: Mapping[str, float]) -> float:
-    """Returns the mean of the headline metric over rank 0's data sources, on every rank; collective."""
+    """Return the mean of the headline metric over rank 0's data sources, on every rank; collective."""
     values = [value for name, value in metrics.items() if name.endswith(f"/{headline_metric(recipe)}")]
     mean = torch.tensor([fmean(values) if values else 0.0], dtype=torch.float64)
     dist.broadcast(mean, 0)
@@ -56,7 +56,7 @@ def headline_mean(recipe: RLRecipe, metrics: Mapping[str, float]) -> float:
 def _answers(
     recipe: RLRecipe, worker: RolloutWorker, prompts: Sequence[Prompt], tokenizer: Tokenizer
 ) -> pa.Table | None:
-    """The ``sample_table`` of all replicas, on rank 0."""
+    """Return the ``sample_table`` of all replicas, on rank 0."""
     settings = recipe.evaluation
     sampling = dataclasses.replace(
         worker.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=-1, by_length=()

@@ -13,15 +13,15 @@ class History:
     """One number per evaluation, such as the mean held-out accuracy."""
 
     def __init__(self) -> None:
-        """Nothing has been evaluated."""
+        """Begin with nothing evaluated."""
         self._values: dict[int, float] = {}
 
     def add(self, step: int, value: float) -> None:
-        """The evaluation after ``step``."""
+        """Add the evaluation after ``step``."""
         self._values[step] = value
 
     def summary(self) -> dict[str, float]:
-        """``first`` and ``last``; empty where nothing has been evaluated."""
+        """Return ``first`` and ``last``; empty where nothing has been evaluated."""
         ordered = [self._values[step] for step in sorted(self._values)]
         return {"first": ordered[0], "last": ordered[-1]} if ordered else {}
 
@@ -30,5 +30,5 @@ class History:
         return {"values": {str(step): value for step, value in self._values.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state`` was taken."""
+        """Go on where ``state`` was taken."""
         self._values = {int(step): value for step, value in _VALUES.validate_python(state["values"]).items()}

@@ -23,12 +23,12 @@ from rlhf_megatron.topology.team import whole_world
 
 
 def judge_of(recipe: RolloutRecipe) -> JudgeSection | None:
-    """Returns the recipe's judge, if it has one."""
+    """Return the recipe's judge, if it has one."""
     return recipe.judge if isinstance(recipe, RLRecipe) else None
 
 
 def check_judge(section: JudgeSection, tensor: int) -> None:
-    """Raises RecipeError where the judge's replicas are not the model's, of ``tensor`` ranks."""
+    """Raise RecipeError where the judge's replicas are not the model's, of ``tensor`` ranks."""
     if section.layout.tensor != tensor:
         raise RecipeError(
             f"judge.layout.tensor={section.layout.tensor}: an evaluation has the judge on the model's ranks, with its "
@@ -37,7 +37,7 @@ def check_judge(section: JudgeSection, tensor: int) -> None:
 
 
 def make_judge(recipe: RolloutRecipe, section: JudgeSection, policy_tokenizer: Tokenizer) -> Judge:
-    """Builds the judge on all ranks, beside the engines to come; collective."""
+    """Build the judge on all ranks, beside the engines to come; collective."""
     replica = replica_among(range(dist.get_world_size()), section.layout.tensor, dist.get_rank())
 
     def say(text: str) -> None:
@@ -50,7 +50,7 @@ def make_judge(recipe: RolloutRecipe, section: JudgeSection, policy_tokenizer: T
 def judged(
     judge: Judge, weight: float, prompts: Sequence[Prompt], completions: Sequence[Completion], scores: Sequence[Score]
 ) -> list[Score]:
-    """Returns this rank's scores with the judge's as another part; collective. NaN where it has none."""
+    """Return this rank's scores with the judge's as another part; collective. NaN where it has none."""
     batch = batch_from_rows(
         [prompt.token_ids for prompt in prompts],
         [completion.token_ids for completion in completions],

@@ -70,7 +70,7 @@ _LONGEST_MINUTES = 24 * 60.0
 
 
 def evaluate(recipe: RolloutRecipe) -> None:
-    """Evaluates ``recipe.model.path`` on the validation files and reports; every process of torchrun calls it.
+    """Evaluate ``recipe.model.path`` on the validation files and report; every process of torchrun calls it.
 
     Raises UserError for input that is not right.
     """
@@ -122,7 +122,7 @@ def evaluate(recipe: RolloutRecipe) -> None:
 
 
 def _engine(recipe: RolloutRecipe, own_ranks: Sequence[int]) -> RolloutEngine:
-    """This rank's engine, whose world are ``own_ranks`` as that of a judge, if there is one; collective."""
+    """Return this rank's engine, whose world are ``own_ranks`` as that of a judge, if there is one; collective."""
     with world_of_their_own(own_ranks):
         return make_engine(
             recipe.model.path,
@@ -136,7 +136,7 @@ def _engine(recipe: RolloutRecipe, own_ranks: Sequence[int]) -> RolloutEngine:
 
 
 def check(recipe: RolloutRecipe, world: int) -> None:
-    """Raises RecipeError where there is nothing to evaluate, or the replicas do not fill ``world`` ranks."""
+    """Raise RecipeError where there is nothing to evaluate, or the replicas do not fill ``world`` ranks."""
     if not recipe.data.evaluates:
         raise RecipeError("data.validation_files: an evaluation needs some; name parquet files")
     if recipe.model.random_weights:
@@ -167,7 +167,8 @@ def answer(
     progress: Progress,
     judge: Judge | None = None,
 ) -> pa.Table:
-    """This replica's share of the questions, answered and scored on the rank that has a scorer; elsewhere no rows.
+    """Return this replica's share of the questions, answered and scored on the rank that has a scorer; elsewhere no
+    rows.
 
     Collective over the world where there is a judge."""
     settings, tensor, seed = recipe.evaluation, recipe.rollout.layout.tensor, recipe.seed
@@ -221,7 +222,7 @@ def sample_table(
     tokenizer: Tokenizer,
     recipe: RolloutRecipe,
 ) -> pa.Table:
-    """One row for each response, with what it is worth; ``prompts`` and ``scores`` have those of each, and
+    """Return one row for each response, with what it is worth; ``prompts`` and ``scores`` have those of each, and
     ``part_names`` the names of the scores' parts, if there are several.
 
     ``question`` counts the validation prompts, ``sample`` the responses to one. ``correct`` looks at the first part of
@@ -257,7 +258,7 @@ def sample_table(
 
 
 def gather_tables(table: pa.Table) -> pa.Table | None:
-    """All ranks' tables of one schema as one in the order of question and sample, on rank 0; collective."""
+    """Return all ranks' tables of one schema as one in the order of question and sample, on rank 0; collective."""
     stream = io.BytesIO()
     with pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)
@@ -266,7 +267,8 @@ def gather_tables(table: pa.Table) -> pa.Table | None:
 
 
 def metrics_of(samples: pa.Table, seed: int) -> Metrics:
-    """mean@n, pass@k, maj@k and the mean score of each data source in a whole ``sample_table``; NaN scores count 0."""
+    """Return mean@n, pass@k, maj@k and the mean score of each data source in a whole ``sample_table``; NaN scores count
+    0."""
     groups: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in samples.select(["question", "data_source", "correct", "answer", "score"]).to_pylist():
         groups[row["question"]].append(row)
@@ -283,7 +285,7 @@ def metrics_of(samples: pa.Table, seed: int) -> Metrics:
 
 
 def report(recipe: RolloutRecipe, samples: pa.Table, seconds: float, dropped: int) -> None:
-    """Prints the results and writes them, and all samples, into the run's folder."""
+    """Print the results and write them, and all samples, into the run's folder."""
     metrics = metrics_of(samples, recipe.seed)
     questions = {source: 0 for source in metrics}
     for entry in samples.group_by(["data_source"]).aggregate([("question", "count_distinct")]).to_pylist():
@@ -320,7 +322,7 @@ def report(recipe: RolloutRecipe, samples: pa.Table, seconds: float, dropped: in
 
 
 def results_table(metrics: Metrics, questions: dict[str, int]) -> Table:
-    """The metrics of each data source, with their intervals."""
+    """Return the metrics of each data source, with their intervals."""
     table = Table()
     table.add_column("")
     for source in metrics:
@@ -332,7 +334,7 @@ def results_table(metrics: Metrics, questions: dict[str, int]) -> Table:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Write a file whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_bytes(content)
     partial.replace(path)

@@ -61,8 +61,8 @@ class AgentTurns:
         seed_of: Callable[[int], int],
         journal: JournaledCall | None = None,
     ) -> None:
-        """Row ``i * responses + k`` is response k to the prompt of group i. ``program`` is on the rank that leads.
-        ``seed_of``: a row's; a program gets that of the group's first, so that all of a group begin alike.
+        """Set up; row ``i * responses + k`` is response k to the prompt of group i. ``program`` is on the rank that
+        leads. ``seed_of``: a row's; a program gets that of the group's first, so that all of a group begin alike.
         ``journal``: has the answers that were given already, and gets others before a program does.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends, or vLLM has not the
@@ -157,7 +157,7 @@ class AgentTurns:
         return EnvironmentReply(None, math.nan, kept=ended.kept)
 
     def end(self, completion: Completion) -> None:
-        """Notes that a row is whole; one whose program failed gets another chance in a run that resumes."""
+        """Note that a row is whole; one whose program failed gets another chance in a run that resumes."""
         if self._journal and self._program and not is_failed(completion):
             self._journal.keep_branches(completion, self.messages(completion))
 
@@ -172,12 +172,12 @@ class AgentTurns:
         self._plays.clear()
 
     def messages(self, completion: Completion) -> list[dict[str, Any]]:
-        """The messages of the last branch behind its beginning, on the leading rank."""
+        """Return the messages of the last branch behind its beginning, on the leading rank."""
         return self._messages.get(completion.row_id, [])
 
 
 def last_turn(completion: Completion) -> SampledTurn:
-    """Returns what the model has said last."""
+    """Return what the model has said last."""
     begin = last_turn_begin(completion)
     return SampledTurn(
         completion.token_ids[begin:],

@@ -42,12 +42,12 @@ class Collected(NamedTuple):
 
 
 class Collector:
-    """Draws prompts, has them answered and scored, and shapes and filters the results as the recipe says."""
+    """Prompts drawn, answered and scored, their results shaped and filtered as the recipe says."""
 
     def __init__(
         self, context: RunContext[RLRecipe], worker: RolloutWorker, train: PromptStream, vocabulary: int
     ) -> None:
-        """Holds what waits for the next step: surplus groups, and aborted groups; and notes of what was scored.
+        """Hold what waits for the next step: surplus groups, and aborted groups; and notes of what was scored.
 
         ``vocabulary``: how many tokens the actor has, by which a checkpoint's are checked.
         """
@@ -61,7 +61,7 @@ class Collector:
         self.notes = ScoreNotes(most, recipe.reward_names)
 
     def collect(self, step: int) -> Collected:
-        """Returns the step's rows in whole groups; collective over the team that generates.
+        """Return the step's rows in whole groups; collective over the team that generates.
 
         There are ``batch.prompts_per_step`` groups; with dynamic sampling there may be fewer, or none, where
         ``filter_groups.max_num_gen_batches`` is reached. Raises UserError there if the recipe says stop. Rows that
@@ -104,7 +104,7 @@ class Collector:
         return no_rows(self._worker.choices, self._worker.has_turn_rewards)
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups that wait for the next step, for a checkpoint, without tokens of responses."""
+        """Return the groups that wait for the next step, for a checkpoint, without tokens of responses."""
         self._worker.drop_paused()
         waiting = groups_state(self._waiting)
         return {
@@ -114,19 +114,19 @@ class Collector:
         }
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Returns the tokens of groups that wait, of those that this rank holds."""
+        """Return the tokens of groups that wait, of those that this rank holds."""
         begun = self._worker.begun_tensors(self._waiting)
         return held_tensors(self._surplus, "surplus") | {f"waiting/{name}": value for name, value in begun.items()}
 
     def load(self, state: dict[str, Any], own: OwnTensors) -> None:
-        """Resumes where ``state`` and the ``own_tensors`` of the ranks of then were taken."""
+        """Resume where ``state`` and the ``own_tensors`` of the ranks of then were taken."""
         self._surplus = self.restored_rows(state["surplus"], own, "surplus")
         self._waiting = self._worker.restored_groups(state["waiting"], own, self._train.read, self._vocabulary)
         # One of before numbers were kept has given them by place.
         self._drawn = state.get("drawn", len(self._waiting))
 
     def restored_rows(self, state: dict[str, Any], own: OwnTensors, prefix: str) -> SpreadRows | None:
-        """Returns the rows of a ``rows_state``, spread over the ranks that generate; None for none, and where their
+        """Return the rows of a ``rows_state``, spread over the ranks that generate; None for none, and where their
         rewards are not what the recipe asks for now."""
         if not state:
             return None
@@ -156,7 +156,7 @@ class Collector:
         sampled: list[GeneratedGroups],
         greedy: list[GeneratedGroups],
     ) -> SpreadRows:
-        """Returns ``prompts`` more groups, scored.
+        """Return ``prompts`` more groups, scored.
 
         ``sampled`` gets what was generated for them, ``greedy`` what ReMax compares it with.
 
@@ -180,13 +180,13 @@ class Collector:
         return rows
 
     def _started(self, prompts: int) -> int:
-        """Number of groups that a round begins with, those that wait included, if it is to give so many."""
+        """Return the number of groups that a round begins with, those that wait included, if it is to give so many."""
         section = self._context.recipe.rollout
         started = math.ceil(round(prompts * section.groups_begun, 6))  # 1.1 times 10 are 11
         return max(started, len(self._waiting)) if section.updates_in_flight else started
 
     def _draw(self, count: int) -> list[Group]:
-        """New groups; where shares are fixed and groups go on after an update, each with its replica."""
+        """Return new groups; where shares are fixed and groups go on after an update, each with its replica."""
         if count <= 0:
             return []
         section, first = self._context.recipe.rollout, self._drawn
@@ -208,7 +208,7 @@ class Collector:
         first_row: int = 0,
         wanted: int | None = None,
     ) -> SpreadRows:
-        """Returns ``responses`` to each prompt, scored, less the overlong penalty; ``calls`` gets one more."""
+        """Return ``responses`` to each prompt, scored, less the overlong penalty; ``calls`` gets one more."""
         context, recipe = self._context, self._context.recipe
         with context.phase("generate"):
             calls.append(self._worker.generate(groups, responses, sampling, step, first_row, wanted))
@@ -225,7 +225,7 @@ class Collector:
         return rows
 
     def _usable(self, rows: SpreadRows) -> SpreadRows:
-        """The rows that could be scored, and with dynamic sampling of these the informative groups."""
+        """Return the rows that could be scored, and with dynamic sampling of these the informative groups."""
         known = rows.numbers.rewards.isfinite()
         if rows.numbers.baseline_rewards is not None:
             known &= rows.numbers.baseline_rewards.isfinite()
@@ -247,7 +247,7 @@ class Collector:
     def _metrics(
         self, generated: list[SpreadRows], calls: list[GeneratedGroups], seconds_before: float
     ) -> dict[str, float]:
-        """Metrics of all generated trajectories, also of those that are not trained on.
+        """Return metrics of all generated trajectories, also of those that are not trained on.
 
         ``seconds_before``: for which this step had generated for another.
         """
@@ -283,16 +283,17 @@ class Collector:
 
 
 class BatchSource:
-    """Hands a step its batch on every rank. ``prepare`` collects the next one where ranks have nothing to learn."""
+    """Source of each step's batch on every rank. ``prepare`` collects the next one where ranks have nothing to
+    learn."""
 
     def __init__(self, context: RunContext[RLRecipe], collector: Collector, weight_sync: WeightSync) -> None:
-        """Nothing is collected yet."""
+        """Begin with nothing collected."""
         self._context, self._collector, self._weight_sync = context, collector, weight_sync
         self._team = context.generators
         self._ahead: Collected | None = None
 
     def take(self, step: int, skips_data: bool = False) -> Collected:
-        """Returns the step's rows, of which every rank knows the numbers; collective over the world.
+        """Return the step's rows, of which every rank knows the numbers; collective over the world.
 
         ``skips_data``: the step's data are not those that follow, so what was collected ahead is dropped.
         ``rollout/staleness``: updates of the actor since the oldest token of a row was sampled;
@@ -317,7 +318,7 @@ class BatchSource:
         return collected._replace(metrics=metrics)
 
     def _told(self, collected: Collected | None) -> Collected:
-        """Rows that the team that generates has collected, on every rank: the tokens stay where they are."""
+        """Return rows that the team that generates has collected, on every rank: the tokens stay where they are."""
         rows = collected.rows if collected else None
         known = (rows.numbers, collected.metrics, collected.tokens) if rows and collected else None
         told = from_rank(known, self._team.first)
@@ -333,23 +334,23 @@ class BatchSource:
         return self._collector.notes
 
     def prepare(self, step: int) -> None:
-        """Collects the batch of a later step on the ranks that generate while others learn; collective over these."""
+        """Collect the batch of a later step on the ranks that generate while others learn; collective over these."""
         if self._team.here and step <= self._context.recipe.steps:
             self._ahead = self._collector.collect(step)
 
     def state(self) -> dict[str, Any]:
-        """Returns what has been collected and what waits, for a checkpoint; see ``Collector.state``."""
+        """Return what has been collected and what waits, for a checkpoint; see ``Collector.state``."""
         ahead, saved = self._ahead, {}
         if ahead:
             saved = {"batch": rows_state(ahead.rows), "metrics": ahead.metrics, "tokens": ahead.tokens}
         return self._collector.state() | {"ahead": saved}
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Returns the tokens that this rank holds of what ``state`` has the numbers of."""
+        """Return the tokens that this rank holds of what ``state`` has the numbers of."""
         return self._collector.own_tensors() | held_tensors(self._ahead.rows if self._ahead else None, "ahead")
 
     def load(self, state: dict[str, Any], own: OwnTensors) -> None:
-        """Resumes where ``state`` and the ``own_tensors`` of the ranks of then were taken."""
+        """Resume where ``state`` and the ``own_tensors`` of the ranks of then were taken."""
         self._collector.load(state, own)
         ahead = state.get("ahead")
         self._ahead = None
@@ -372,7 +373,7 @@ def _groups(parts: Sequence[SpreadRows]) -> int:
 
 
 def _joined(parts: Sequence[SpreadRows]) -> SpreadRows:
-    """The rows of all parts with their groups and trajectories renumbered from 0 in their order."""
+    """Return the rows of all parts with their groups and trajectories renumbered from 0 in their order."""
     groups, trajectories, number, begun = [], [], 0, 0
     for part in parts:
         ids = part.numbers.group_id.unique_consecutive(return_inverse=True)[1] + number
@@ -387,6 +388,6 @@ def _joined(parts: Sequence[SpreadRows]) -> SpreadRows:
 
 
 def _cut(parts: Sequence[SpreadRows], groups: int) -> tuple[SpreadRows, SpreadRows]:
-    """The first ``groups`` groups of all parts, renumbered, and the rest."""
+    """Return the first ``groups`` groups of all parts, renumbered, and the rest."""
     whole = _joined(parts)
     return whole.select(whole.numbers.group_id < groups), whole.select(whole.numbers.group_id >= groups)

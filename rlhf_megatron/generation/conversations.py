@@ -60,7 +60,7 @@ class TurnCounts:
     restarted: int = 0
 
     def count_call(self, seconds: float) -> None:
-        """Counts an answer that took so long."""
+        """Count an answer that took so long."""
         self.calls, self.seconds, self.slowest = self.calls + 1, self.seconds + seconds, max(self.slowest, seconds)
 
 
@@ -86,8 +86,8 @@ class Conversations:
         seed_of: Callable[[int], int],
         journal: JournaledCall | None = None,
     ) -> None:
-        """Row ``i * responses + k`` is response k to the prompt of group i. ``partner`` is on the rank that leads.
-        ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
+        """Set up; row ``i * responses + k`` is response k to the prompt of group i. ``partner`` is on the rank that
+        leads. ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
         ``journal``: has what there is of rows already, and gets their turns.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends.
@@ -128,7 +128,7 @@ class Conversations:
         return self.opens or self._ending(completion) is None
 
     def _ending(self, completion: Completion) -> str | None:
-        """Why the model says nothing after its last turn, whatever the reply; None where it may."""
+        """Return why the model says nothing after its last turn, whatever the reply; None where it may."""
         if completion.finish_reason == "length":
             return LENGTH
         turns = completion.turns + sum(branch.turns for branch in completion.branches)
@@ -153,7 +153,7 @@ class Conversations:
         return answer
 
     def _trajectory(self, row_id: int) -> Trajectory:
-        """The partner's side of a row, which begins or goes on here if it has not yet."""
+        """Return the partner's side of a row, which begins or goes on here if it has not yet."""
         assert self._partner is not None
         if row_id not in self._trajectories:
             attempt = self._journal.begin(row_id) if self._journal else 1
@@ -197,13 +197,13 @@ class Conversations:
         return self._kept(completion, reply, outcome.saved)
 
     def _kept(self, completion: Completion, reply: EnvironmentReply, saved: str | None) -> EnvironmentReply:
-        """A reply that is in the journal; rows of several branches are there as a whole, or begin again."""
+        """Return a reply that is in the journal; rows of several branches are there as a whole, or begin again."""
         if self._journal and reply.token_ids is not None and completion.row_id not in self._rewritten:
             self._keep(completion.replied(reply), saved)
         return reply
 
     def _manage(self, completion: Completion, reply: EnvironmentReply, saved: str | None) -> Future[_Managed]:
-        """Asks the context function about a conversation that the model is to go on with."""
+        """Ask the context function about a conversation that the model is to go on with."""
         assert self._partner is not None and self._partner.context is not None
         prompt, managed = self._groups[completion.row_id // self._responses].prompt, Future[_Managed]()
 
@@ -216,7 +216,7 @@ class Conversations:
         return managed
 
     def _managed(self, completion: Completion, managed: _Managed) -> EnvironmentReply:
-        """The reply where the conversation stays, or the prompt of another branch."""
+        """Return the reply where the conversation stays, or the prompt of another branch."""
         assert self._partner is not None and self._partner.context is not None
         row_id, messages = completion.row_id, self._partner.context.messages_of(managed.outcome)
         if messages is None:
@@ -240,7 +240,7 @@ class Conversations:
         self._journal.keep(completion, self._openings.get(row_id, ()), self._answers[row_id], state)
 
     def end(self, completion: Completion) -> None:
-        """Notes that a row is whole; one whose environment failed gets another chance in a run that resumes."""
+        """Note that a row is whole; one whose environment failed gets another chance in a run that resumes."""
         if not self._journal or is_failed(completion):
             return
         if completion.branches:
@@ -249,7 +249,7 @@ class Conversations:
             self._keep(completion)
 
     def _opened(self, row_id: int, observation: list[Message]) -> EnvironmentReply:
-        """The beginning of a row: the prompt's messages and what is observed."""
+        """Return the beginning of a row: the prompt's messages and what is observed."""
         if not observation:
             return EnvironmentReply([])
         prompt = self._groups[row_id // self._responses].prompt
@@ -261,7 +261,7 @@ class Conversations:
         return EnvironmentReply(tokens)
 
     def _tokens_of(self, row_id: int, whole: Sequence[Message], cut: Sequence[Message]) -> list[int] | None:
-        """The tokens of a reply, which was longer before it was ``cut``; None where nothing can follow."""
+        """Return the tokens of a reply, which was longer before it was ``cut``; None where nothing can follow."""
         tools = self.tools
         if tools is None:
             return self._encoded(self._tokenizer.encode_next_turn, cut)
@@ -276,7 +276,8 @@ class Conversations:
             raise RolloutError(f"{self._partner.key}: its reply is refused: {error}") from error
 
     def _failed(self, row_id: int, why: str) -> EnvironmentReply:
-        """The end of a row whose reply did not come; what an environment would have given for it is not known."""
+        """Return the end of a row whose reply did not come; what an environment would have given for it is not
+        known."""
         self.counts.failed += 1
         self._end(row_id)
         if not self.opens:
@@ -299,25 +300,26 @@ class Conversations:
             self._end(row_id)
 
     def messages(self, completion: Completion) -> list[Message]:
-        """The messages after the prompt, on the leading rank, without a reply that did not fit."""
+        """Return the messages after the prompt, on the leading rank, without a reply that did not fit."""
         row_id, last = completion.row_id, completion.turns - 1
         if row_id in self._replayed:
             return self._replayed[row_id]
         return [*self._so_far(row_id), *self._spoken(completion, last)]
 
     def _so_far(self, row_id: int) -> list[Message]:
-        """The messages between the prompt and the row's latest branch."""
+        """Return the messages between the prompt and the row's latest branch."""
         return self._before.get(row_id) or self._openings.get(row_id, [])
 
     def _spoken(self, completion: Completion, answered: int | None = None) -> list[Message]:
-        """The turns of the latest branch, with the answers to all, or to the first so many of them."""
+        """Return the turns of the latest branch, with the answers to all, or to the first so many of them."""
         own = [{"role": "assistant", "content": text} for text in turns_of_model(completion, self._tokenizer)]
         answers = self._answers[completion.row_id][:answered]
         told = [*answers, *[list[Message]()] * (len(own) - len(answers))]
         return [message for turn, replies in zip(own, told, strict=True) for message in (turn, *replies)]
 
     def _conversation(self, completion: Completion) -> list[Message]:
-        """Messages of the row's latest branch: those that it begins with, the model's turns and their answers."""
+        """Return messages of the row's latest branch: those that it begins with, the model's turns and their
+        answers."""
         prompt = self._groups[completion.row_id // self._responses].prompt
         begin = self._rewritten.get(completion.row_id) or [*prompt.messages, *self._so_far(completion.row_id)]
         return [*begin, *self._spoken(completion)]
@@ -339,7 +341,7 @@ def conversations_of(
     seed_of: Callable[[int], int],
     journal: JournaledCall | None = None,
 ) -> Conversations | AgentTurns | None:
-    """Returns the turns of these groups, where responses have several; see Conversations and AgentTurns."""
+    """Return the turns of these groups, where responses have several; see Conversations and AgentTurns."""
     if recipe.rollout.agent is not None:
         program = partner if isinstance(partner, AgentProgram) else None
         return AgentTurns(recipe, program, groups, responses_per_prompt, tokenizer, seed_of, journal)

@@ -37,7 +37,7 @@ OnGroup = Callable[[int, Sequence[Completion]], None]
 
 
 def make_scorer(recipe: RolloutRecipe, replica: Replica, data: Data) -> Scorer | None:
-    """Starts the scorer of this replica's responses, on the rank that leads it.
+    """Start the scorer of this replica's responses, on the rank that leads it.
 
     Raises RewardError where it has no rule for a source of the data.
     """
@@ -64,7 +64,7 @@ class GroupScoring:
         on_group: OnGroup | None = None,
         conversations: Conversations | AgentTurns | None = None,
     ) -> None:
-        """``groups`` as asked for: row ``i * responses + k`` is response k to the prompt of group i.
+        """Set up; ``groups`` as asked for: row ``i * responses + k`` is response k to the prompt of group i.
 
         ``on_group`` is called with the number and the rows of each group that is whole, on every rank of the replica.
         Where responses have several turns, ``conversations`` knows them: what the model has said is scored, without
@@ -77,13 +77,13 @@ class GroupScoring:
         self._pending: dict[int, Pending] = {}
 
     def take(self, completion: Completion) -> None:
-        """Notes one more completion; the last one of its group sends the group to the scorer."""
+        """Note one more completion; the last one of its group sends the group to the scorer."""
         index = completion.row_id // self._responses
         self.rows_of(index).append(completion)
         self.submit_if_whole(index)
 
     def submit_if_whole(self, index: int) -> None:
-        """Sends a group to the scorer if all of its responses are there."""
+        """Send a group to the scorer if all of its responses are there."""
         rows = self.rows_of(index)
         if len(rows) < self._responses:
             return
@@ -94,18 +94,18 @@ class GroupScoring:
             self._on_group(index, rows)
 
     def rows_of(self, index: int) -> list[Completion]:
-        """The whole responses of a group, those from before included."""
+        """Return the whole responses of a group, those from before included."""
         if index not in self._rows:
             begun = self._asked[index].begun.items()
             self._rows[index] = [of.of_row(index * self._responses + number) for number, of in begun if of.is_whole]
         return self._rows[index]
 
     def submitted(self) -> list[int]:
-        """The groups that were sent to the scorer, in rising order."""
+        """Return the groups that were sent to the scorer, in rising order."""
         return sorted(self._pending)
 
     def results(self, groups: Collection[int]) -> dict[int, Score]:
-        """Row id -> score in those of ``groups`` that were sent; waits for the last one.
+        """Return row id -> score in those of ``groups`` that were sent; waits for the last one.
 
         Raises RewardError where the run must stop.
         """
@@ -130,7 +130,7 @@ class GroupScoring:
 
 
 def _with_turns(score: Score, completion: Completion) -> Score:
-    """A score with what an environment has given for the turns, as its last part."""
+    """Return a score with what an environment has given for the turns, as its last part."""
     rows = (*completion.branches, completion)
     if all(row.turn_rewards is None for row in rows):
         return score
@@ -141,7 +141,7 @@ def _with_turns(score: Score, completion: Completion) -> Score:
 
 
 class GroupPacker:
-    """Packs groups in a thread while others are generated: on each rank of a replica the rows that it keeps."""
+    """Packer of groups in a thread while others are generated: on each rank of a replica the rows that it keeps."""
 
     def __init__(
         self,
@@ -152,19 +152,19 @@ class GroupPacker:
         has_turn_rewards: bool = False,
         has_branches: bool = False,
     ) -> None:
-        """``groups`` as asked for; with ``choices``, those of experts are packed too, and rewards of turns if they
-        have some. ``has_branches``: those of a trajectory are rows of their own."""
+        """Set up; ``groups`` as asked for; with ``choices``, those of experts are packed too, and rewards of turns if
+        they have some. ``has_branches``: those of a trajectory are rows of their own."""
         self._executor, self._replica, self._groups, self._choices = executor, replica, groups, choices
         self._has_turn_rewards, self._has_branches = has_turn_rewards, has_branches
         self._packed: dict[int, Future[RolloutBatch]] = {}
 
     def begin(self, index: int, rows: Sequence[Completion]) -> None:
-        """Packs this rank's rows of one group, of which ``rows`` are all."""
+        """Pack this rank's rows of one group, of which ``rows`` are all."""
         kept = [row for number, row in enumerate(rows) if self._replica.keeps(index, number)]
         self._packed[index] = self._executor.submit(self._pack, self._groups[index].prompt, index, kept)
 
     def batch(self, groups: Sequence[int]) -> RolloutBatch:
-        """Returns this rank's rows of those of ``groups`` that were begun here, in their order; without rewards."""
+        """Return this rank's rows of those of ``groups`` that were begun here, in their order; without rewards."""
         parts = [self._packed[index].result() for index in groups if index in self._packed]
         return concatenate(parts) if parts else no_rows(self._choices, self._has_turn_rewards)
 
@@ -214,7 +214,7 @@ class GeneratedGroups:
         record: GenerationRecord,
         conversations: Conversations | AgentTurns | None = None,
     ) -> None:
-        """``chosen``: the numbers of the groups that are not left, of all replicas, rising."""
+        """Set up; ``chosen``: the numbers of the groups that are not left, of all replicas, rising."""
         self.asked = groups
         self.left, self.record, self.conversations = list(left), record, conversations
         scored = sorted(set(scoring.submitted()).intersection(chosen))
@@ -226,14 +226,14 @@ class GeneratedGroups:
         self.judged: JudgeRecord | None = None
 
     def scores(self) -> list[Score]:
-        """Returns the score of each completion; waits for the last one, the first time."""
+        """Return the score of each completion; waits for the last one, the first time."""
         if self._scores is None:
             by_row = self._scoring.results(self._scored)
             self._scores = [by_row[completion.row_id] for completion in self.completions]
         return self._scores
 
     def gather(self, team: dist.ProcessGroup | None = None) -> SpreadRows:
-        """Returns all replicas' rows in the order of their ids, this rank's with tokens; collective over ``team``."""
+        """Return all replicas' rows in the order of their ids, this rank's with tokens; collective over ``team``."""
         rows = gather_rows(self._packer.batch(self._chosen), team)
         values = {row.row_id: score.value for row, score in zip(self.completions, self.scores(), strict=True)}
         ids = rows.numbers.row_id if rows.numbers.trajectory_id is None else rows.numbers.trajectory_id
@@ -243,7 +243,7 @@ class GeneratedGroups:
         return rows.with_fields(rewards=rewards)
 
     def with_model_scores(self, rows: SpreadRows, model: RewardModel | Judge, weight: float) -> SpreadRows:
-        """Adds a model's scores, times ``weight``, to the rewards of the gathered ``rows`` and to ``scores``.
+        """Add a model's scores, times ``weight``, to the rewards of the gathered ``rows`` and to ``scores``.
 
         Collective over the model's team.
         """

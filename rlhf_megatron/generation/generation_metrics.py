@@ -42,7 +42,7 @@ def generation_metrics(
     replica: Replica,
     team: Team,
 ) -> dict[str, float]:
-    """Returns what replicas did in some calls of ``generate``; collective over ``team``.
+    """Return what replicas did in some calls of ``generate``; collective over ``team``.
 
     ``records`` has one of each call, ``completions`` all that this replica gives of them; ``turns`` those of responses
     of several turns, None where there are no such responses. Only what the leading rank of a replica gives counts.
@@ -82,7 +82,7 @@ def generation_metrics(
 
 
 def turn_time_metrics(records: Sequence[GenerationRecord], replica: Replica, team: Team) -> dict[str, float]:
-    """Returns where the time of some calls of ``generate`` with environments or agents went; collective over ``team``.
+    """Return where the time of some calls of ``generate`` with environments or agents went; collective over ``team``.
 
     Seconds of the engine's steps, and of its waiting for answers with nothing else to do, are means over the replicas;
     ``rollout/waiting_mean`` is how many rows of all replicas waited for answers in that time.
@@ -99,7 +99,7 @@ def turn_time_metrics(records: Sequence[GenerationRecord], replica: Replica, tea
 
 
 def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -> dict[str, float]:
-    """Returns what programs have asked of all replicas, and how they ended; collective over ``team``."""
+    """Return what programs have asked of all replicas, and how they ended; collective over ``team``."""
     names = {
         "requests": "agent_requests",
         "branches": "agent_branches",
@@ -115,7 +115,7 @@ def agent_metrics(counts: Sequence[AgentCounts], replica: Replica, team: Team) -
 
 
 def tool_metrics(turns: Sequence[ToolTurns], names: Sequence[str], replica: Replica, team: Team) -> dict[str, float]:
-    """Returns what the model has called on all replicas, of the tools of these ``names``; collective over ``team``.
+    """Return what the model has called on all replicas, of the tools of these ``names``; collective over ``team``.
 
     ``tools/NAME/latency_ms_mean`` is the mean time of a call, 0 without any.
     """
@@ -134,14 +134,14 @@ def tool_metrics(turns: Sequence[ToolTurns], names: Sequence[str], replica: Repl
 
 
 def _latency(metrics: dict[str, float], slowest: float) -> dict[str, float]:
-    """Takes the seconds of all answers out of ``metrics`` and returns the milliseconds of one, and of the slowest."""
+    """Take the seconds of all answers out of ``metrics`` and return the milliseconds of one, and of the slowest."""
     seconds, calls = metrics.pop("rollout/turn_seconds"), metrics["rollout/turn_calls"]
     mean = seconds / calls if calls else 0.0
     return {"rollout/turn_latency_ms_mean": 1000 * mean, "rollout/turn_latency_ms_max": 1000 * slowest}
 
 
 def _speculation(metrics: dict[str, float]) -> dict[str, float]:
-    """Takes counts of drafts out of ``metrics`` and returns those that say something, without drafts none.
+    """Take counts of drafts out of ``metrics`` and return those that say something, without drafts none.
 
     ``rollout/speculation_acceptance_length``: tokens of a step and drafted sequence, 1 where no draft is ever right.
     """
@@ -154,7 +154,7 @@ def _speculation(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def scoring_metrics(scores: Sequence[Score], names: Sequence[str], team: Team) -> dict[str, float]:
-    """Returns the scoring outcomes of this rank's ``scores``, and the mean of each part of the reward.
+    """Return the scoring outcomes of this rank's ``scores``, and the mean of each part of the reward.
 
     ``names``: of the parts. Collective over ``team``.
     """

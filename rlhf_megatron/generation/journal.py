@@ -48,7 +48,7 @@ class JournaledCall:
     """
 
     def __init__(self, groups: Sequence[Group], responses: int, rows: Mapping[int, JournalRow]) -> None:
-        """Writes nothing before ``begin_file``."""
+        """Write nothing before ``begin_file``."""
         self.groups, self.rows, self._responses = groups, rows, responses
         self._file: IO[str] | None = None
         self._written: dict[int, tuple[int, int]] = {}  # tokens and answers, by row
@@ -57,7 +57,7 @@ class JournaledCall:
         self.resumed = len(rows) - self.replayed - self.restarted
 
     def begin_file(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Opens the file, and writes what there is so far."""
+        """Open the file, and write what there is so far."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8", buffering=1)  # of a killed process, whole lines stay
@@ -74,14 +74,14 @@ class JournaledCall:
                 self.keep(row.completion.of_row(row_id), row.opening, row.answers, row.state)
 
     def begin(self, row_id: int) -> int:
-        """Notes that a trajectory begins or goes on; returns for which time, 1 for the first."""
+        """Note that a trajectory begins or goes on; return for which time, 1 for the first."""
         if row_id in self.rows:
             return self.rows[row_id].attempts
         self._begin(row_id, 1)
         return 1
 
     def begin_again(self, row_id: int) -> None:
-        """Notes that what there is of a trajectory is of no use to a later run, before its end."""
+        """Note that what there is of a trajectory is of no use to a later run, before its end."""
         self._begin(row_id, self.rows[row_id].attempts if row_id in self.rows else 1)
 
     def _begin(self, row_id: int, attempts: int) -> None:
@@ -100,7 +100,7 @@ class JournaledCall:
         answers: Sequence[Sequence[Message]],
         state: str | None,
     ) -> None:
-        """Adds what is new of a trajectory, of which all is given."""
+        """Add what is new of a trajectory, of which all is given."""
         row_id, count = completion.row_id, len(completion.token_ids)
         if self._file is None:
             return
@@ -113,12 +113,12 @@ class JournaledCall:
         self._write(line if tokens else line | {"opening": list(opening)})
 
     def keep_turn(self, row_id: int, asked: str, turn: SampledTurn) -> None:
-        """Adds an agent's turn, by the digest of what was asked; weight versions are the file's."""
+        """Add an agent's turn, by the digest of what was asked; weight versions are the file's."""
         completion = Completion(row_id, turn.token_ids, turn.logprobs, turn.finish_reason, turn.weight_versions)
         self._write({"row": self._name(row_id), "asked": asked, **token_line(completion)})
 
     def keep_branches(self, completion: Completion, messages: Sequence[Message]) -> None:
-        """Adds a trajectory of several rows, which is whole."""
+        """Add a trajectory of several rows, which is whole."""
         branches = [token_line(branch) for branch in (*completion.branches, completion)]
         self._write({"row": self._name(completion.row_id), "branches": branches, "messages": list(messages)})
 
@@ -132,7 +132,7 @@ class JournaledCall:
             self._file = None
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -141,7 +141,7 @@ class Journal:
     """The journal of a run, on one rank of the team that generates. Every call is collective over it."""
 
     def __init__(self, folder: Path, recipe: RLRecipe, replica: Replica, team: Team) -> None:
-        """``folder`` is the run's journal/."""
+        """Set up; ``folder`` is the run's journal/."""
         self._folder, self._replica, self._team = folder, replica, team
         self._needs_state, self._most_tokens = recipe.needs_state, recipe.rollout.max_response_length
         self._recipe = _digest_of_recipe(recipe)
@@ -149,7 +149,7 @@ class Journal:
         self._is_first = replica.leads and replica.index == 0
 
     def open(self, step: int, version: int, groups: Sequence[Group], responses: int) -> JournaledCall:
-        """Returns the journal of the step's next call of ``generate``, by weights of ``version``."""
+        """Return the journal of the step's next call of ``generate``, by weights of ``version``."""
         self._step, self._call = step, self._call + 1 if step == self._step else 0
         about = {"format": _FORMAT, "recipe": self._recipe, "version": version}
         files = from_rank(self._files() if self._is_first else [], self._team.ranks[0], self._team.group)
@@ -164,7 +164,7 @@ class Journal:
         return call
 
     def forget(self, saved: int | None) -> None:
-        """Deletes the steps up to that of a checkpoint."""
+        """Delete the steps up to that of a checkpoint."""
         if saved is not None and self._is_first:
             self._delete(range(saved + 1))
 
@@ -172,7 +172,7 @@ class Journal:
         return self._folder / f"step-{self._step}" / name
 
     def _files(self) -> list[str]:
-        """Names of the files of this call; without any, later steps are not those that follow."""
+        """Return the names of the files of this call; without any, later steps are not those that follow."""
         found = [_FILE.fullmatch(path.name) for path in self._path("").glob("*")]
         names = sorted(match[0] for match in found if match and int(match[1]) == self._call)
         if not names:
@@ -188,8 +188,8 @@ class Journal:
     def _restored(
         self, files: Sequence[str], about: Mapping[str, Any], groups: Sequence[Group], responses: int
     ) -> tuple[Sequence[Group], int, dict[int, JournalRow]]:
-        """The groups as all know them, with the responses that are this replica's, and its rows. Where two replicas
-        have a group, since one was killed as it took over, the one with more of it goes on."""
+        """Return the groups as all know them, with the responses that are this replica's, and its rows. Where two
+        replicas have a group, since one was killed as it took over, the one with more of it goes on."""
         if not files:
             return groups, responses, {}
         own = self._own_rows(files, about, groups, responses)
@@ -212,7 +212,7 @@ class Journal:
     def _own_rows(
         self, files: Sequence[str], about: Mapping[str, Any], groups: Sequence[Group], responses: int
     ) -> dict[int, dict[int, JournalRow]]:
-        """This replica's share of the files: rows by group and response."""
+        """Return this replica's share of the files: rows by group and response."""
         if self._replica.index is None:
             return {}
         indices = {_number(groups, index): index for index in range(len(groups))}
@@ -228,7 +228,7 @@ class Journal:
         return found
 
     def _usable(self, row: JournalRow) -> JournalRow:
-        """The row as it goes on in this attempt: without its tokens where nothing can follow them."""
+        """Return the row as it goes on in this attempt: without its tokens where nothing can follow them."""
         if row.is_whole:
             return row
         row.attempts += 1
@@ -244,7 +244,7 @@ def _begun(rows: Mapping[int, JournalRow]) -> dict[int, Completion]:
 
 
 def is_failed(completion: Completion) -> bool:
-    """Returns whether a trajectory is left out of training, since its environment failed."""
+    """Return whether a trajectory is left out of training, since its environment failed."""
     return any(map(math.isnan, completion.turn_rewards or ()))
 
 
@@ -258,12 +258,13 @@ def _digest_of(prompt: Prompt) -> str:
 
 
 def digest_of_tokens(token_ids: Sequence[int], *more: Any) -> str:
-    """Returns a digest of tokens, and of what else makes a difference."""
+    """Return a digest of tokens, and of what else makes a difference."""
     return hashlib.blake2b(json.dumps([list(token_ids), *more]).encode(), digest_size=8).hexdigest()
 
 
 def _digest_of_recipe(recipe: RLRecipe) -> str:
-    """A digest of what decides what trajectories are, the files of functions, tools, environment or agent included."""
+    """Return a digest of what decides what trajectories are, the files of functions, tools, environment or agent
+    included."""
     turns, agent, rollout = recipe.rollout.multi_turn, recipe.rollout.agent, recipe.rollout
     section = turns or agent
     assert section is not None
@@ -277,7 +278,7 @@ def _digest_of_recipe(recipe: RLRecipe) -> str:
 
 
 def _files(turns: MultiTurnSection | None, agent: AgentSection | None) -> list[str]:
-    """The specifications of the user's functions or class."""
+    """Return the specifications of the user's functions or class."""
     if turns is None:
         return [agent.function] if agent else []
     own = turns.tool_functions if turns.tools else [turns.function or turns.environment or ""]

@@ -77,7 +77,7 @@ class JournalRow:
 
 
 def _extended(before: Completion, line: Mapping[str, Any], version: int) -> Completion:
-    """A completion with the tokens that a ``token_line`` adds; raises KeyError, TypeError or ValueError."""
+    """Return a completion with the tokens that a ``token_line`` adds; raises KeyError, TypeError or ValueError."""
     tokens, runs, logprobs = line["tokens"], line["sampled"], line["logprobs"]
     if sum(runs) != len(tokens) or sum(runs[::2]) != len(logprobs) or not all(type(each) is int for each in tokens):
         raise ValueError("tokens, marks and logprobs of other lengths")
@@ -97,7 +97,7 @@ def _extended(before: Completion, line: Mapping[str, Any], version: int) -> Comp
 
 
 def token_line(completion: Completion, known: int = 0) -> dict[str, Any]:
-    """Returns what is to be written of a completion's tokens behind those that are known."""
+    """Return what is to be written of a completion's tokens behind those that are known."""
     tokens = completion.token_ids[known:]
     sampled = (completion.sampled or [True] * len(completion.token_ids))[known:]
     prompt = None if known else completion.prompt_token_ids
@@ -111,7 +111,7 @@ def token_line(completion: Completion, known: int = 0) -> dict[str, Any]:
 
 
 def read_rows(path: Path, about: Mapping[str, Any]) -> dict[Name, JournalRow]:
-    """Returns the rows of a file, up to where it was cut off; none where it is of another recipe or other weights."""
+    """Return the rows of a file, up to where it was cut off; none where it is of another recipe or other weights."""
     rows: dict[Name, JournalRow] = {}
     try:
         lines = _lines(path)
@@ -135,6 +135,6 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _run_lengths(marks: Sequence[bool]) -> list[int]:
-    """Lengths of the runs of equal marks, of which the first is of True, and may be empty."""
+    """Return lengths of the runs of equal marks, of which the first is of True, and may be empty."""
     runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
     return [*([0] if runs and not runs[0][0] else []), *(length for _, length in runs)]

@@ -29,7 +29,7 @@ def build_judge(
     on_progress: Callable[[int, int], None] | None = None,
     sleeps: bool = False,
 ) -> Judge:
-    """Builds the recipe's judge, which reads what was written in ``policy_tokenizer``; collective over the world.
+    """Build the recipe's judge, which reads what was written in ``policy_tokenizer``; collective over the world.
 
     ``replica``: this rank's part in it; ``team``: the ranks that ask; ``sleeps``: whether others have its GPU when it
     has judged.
@@ -45,7 +45,7 @@ def build_judge(
 
 
 def check_weights(path: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raises ModelError where what an engine has read from ``path`` is not finite; it would answer nonsense."""
+    """Raise ModelError where what an engine has read from ``path`` is not finite; it would answer nonsense."""
     weights = {name: each for name, each in parameters.items() if each.is_floating_point() and each.itemsize > 1}
     for bad in nonfinite(weights.items()):
         raise ModelError(

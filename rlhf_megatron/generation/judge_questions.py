@@ -27,7 +27,7 @@ def encode_questions(
 
 
 def _without_control_tokens(text: str, tokenizer: Tokenizer) -> str:
-    """A response in which no control token is written out, by which it could speak as the judge."""
+    """Return a response in which no control token is written out, by which it could speak as the judge."""
     token_ids = tokenizer.encode(text)
     while any(map(tokenizer.is_special, token_ids)):  # what is taken out may join what makes another
         text = tokenizer.decode(token_ids)
@@ -36,7 +36,8 @@ def _without_control_tokens(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _fields(prompt: Prompt, response: str) -> dict[str, str]:
-    """Values of the fields of judge.prompt; a conversation of several messages is written out with their roles."""
+    """Return values of the fields of judge.prompt; a conversation of several messages is written out with their
+    roles."""
     messages = prompt.messages
     question = str(messages[0]["content"])
     if len(messages) > 1:

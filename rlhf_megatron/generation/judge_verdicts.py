@@ -96,7 +96,7 @@ def build_judge_engine(section: JudgeSection, dtype: str, seed: int, replica: Re
 
 
 class Judge:
-    """Scores rollouts by verdicts, of which each replica generates an equal share.
+    """Model that scores rollouts by verdicts, of which each replica generates an equal share.
 
     Attributes:
         record: of the latest rows.
@@ -115,9 +115,9 @@ class Judge:
         on_progress: Callable[[int, int], None] | None = None,
         sleeps: bool = False,
     ) -> None:
-        """``replica`` and ``engine``: this rank's, of the judge. ``tokenizer`` is the judge's, ``policy_tokenizer`` the
-        one that rollouts are in; ``team`` are the ranks that ask, the judge's among them. Where it ``sleeps``, others
-        have its GPU when it has judged."""
+        """Set up; ``replica`` and ``engine``: this rank's, of the judge. ``tokenizer`` is the judge's,
+        ``policy_tokenizer`` the one that rollouts are in; ``team`` are the ranks that ask, the judge's among them.
+        Where it ``sleeps``, others have its GPU when it has judged."""
         self._section, self._replica, self._engine, self._team = section, replica, engine, team
         self._tokenizer, self._policy_tokenizer, self._seed = tokenizer, policy_tokenizer, seed
         self._say, self._on_progress = say, on_progress
@@ -134,7 +134,7 @@ class Judge:
         return self._replica.own_ranks
 
     def scores(self, rows: SpreadRows, prompts: Sequence[Prompt]) -> Tensor:
-        """[R] float32, the score of each rollout, on the CPU of every rank of the team; collective over it.
+        """Return [R] float32, the score of each rollout, on the CPU of every rank of the team; collective over it.
 
         ``prompts`` are what the rows answer which this rank holds. NaN: the row has no score, and is to be left out.
         Raises RewardError on all ranks where no verdict ever had a score.
@@ -163,7 +163,8 @@ class Judge:
         return scores.float()
 
     def _readable(self, rows: SpreadRows, prompts: Sequence[Prompt]) -> SpreadRows:
-        """The judge's prompts on the rows' ranks, under the rows' places as ids; those that are too long are not."""
+        """Return the judge's prompts on the rows' ranks, under the rows' places as ids; those that are too long are
+        not."""
         answers = sampled_texts(rows.held, self._policy_tokenizer)
         encoded = encode_questions(self._section, self._tokenizer, prompts, answers)
         places = (rows.numbers.holder == rows.rank).nonzero().squeeze(1).tolist()
@@ -177,7 +178,7 @@ class Judge:
         return gather_rows(batch, self._team.group)
 
     def _verdicts(self, batch: RolloutBatch) -> list[Completion]:
-        """This replica's verdicts, in the order of the rows."""
+        """Return this replica's verdicts, in the order of the rows."""
         if self._engine is None:
             return []
         verdicts = self._generate(self._engine, batch) if batch.rows else []
@@ -203,7 +204,7 @@ class Judge:
             self._asleep = False
 
     def _request_seed(self, token_ids: Sequence[int]) -> int:
-        """The sampling seed of a verdict, which the prompt alone decides."""
+        """Return the sampling seed of a verdict, which the prompt alone decides."""
         digest = hashlib.blake2b(f"{self._seed}/{list(token_ids)}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
@@ -245,7 +246,7 @@ class Judge:
 
 
 def _of_judge(error: RolloutError) -> RolloutError:
-    """The error of an engine, by the keys of the judge."""
+    """Return the error of an engine, by the keys of the judge."""
     text = str(error)
     for key, own in _KEYS.items():
         text = text.replace(key, own)

@@ -30,7 +30,7 @@ def keep_rollouts(
     notes: ScoreNotes,
     step: int,
 ) -> pa.Table | None:
-    """Writes the chosen rows of a step and returns them, on the rank that reports; collective over the world.
+    """Write the chosen rows of a step and return them, on the rank that reports; collective over the world.
 
     ``outputs``: what the actor made of rows, on the ranks that answer for a data-parallel rank; of the same row the
     latest counts.
@@ -57,7 +57,7 @@ def keep_rollouts(
 
 
 def chosen_rows(numbers: RowNumbers, most: int) -> Tensor:
-    """[R] bool: the first groups that have together at most so many rows, and the first one in any case."""
+    """Return [R] bool: the first groups that have together at most so many rows, and the first one in any case."""
     groups = numbers.group_id
     ids, sizes = groups.unique(return_counts=True)
     first = int((sizes.cumsum(0) <= most).sum().clamp(min=1))
@@ -65,7 +65,7 @@ def chosen_rows(numbers: RowNumbers, most: int) -> Tensor:
 
 
 def held_table(batch: RolloutBatch) -> pa.Table:
-    """The rows of a batch, in the columns of ``HELD``; lists have a value for each token, prompts included."""
+    """Return the rows of a batch, in the columns of ``HELD``; lists have a value for each token, prompts included."""
     tokens, of_turns = _by_row(batch.tokens, batch), batch.turn_rewards
     columns = {
         **{name: getattr(batch, name).tolist() for name in NUMBERS},
@@ -81,7 +81,8 @@ def held_table(batch: RolloutBatch) -> pa.Table:
 
 
 def outputs_table(batch: RolloutBatch) -> pa.Table:
-    """Outputs of the actor for rows, in the columns of ``OUTPUTS``: logprobs from before the update, advantages."""
+    """Return outputs of the actor for rows, in the columns of ``OUTPUTS``: logprobs from before the update,
+    advantages."""
     logprobs, advantages = (
         _by_row(values, batch) if values is not None else [None] * batch.rows
         for values in (batch.old_logprobs, batch.advantages)
@@ -95,12 +96,12 @@ def _by_row(values: Tensor, batch: RolloutBatch) -> list[list[Any]]:
 
 
 def _only(batch: RolloutBatch, row_ids: set[int]) -> RolloutBatch:
-    """Those rows of a batch that have these ids."""
+    """Return those rows of a batch that have these ids."""
     return batch.select([index for index, row_id in enumerate(batch.row_id.tolist()) if row_id in row_ids])
 
 
 def _gathered(table: pa.Table) -> pa.Table | None:
-    """All ranks' rows in the order of the ranks, on rank 0; collective."""
+    """Return all ranks' rows in the order of the ranks, on rank 0; collective."""
     stream = io.BytesIO()
     with pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)

@@ -61,7 +61,7 @@ class Partner:
     """
 
     def __init__(self, section: MultiTurnSection, key: str, specification: str, job: worker.Job) -> None:
-        """Loads it; ``job`` says what it is. Raises RolloutError where that cannot be done."""
+        """Load it; ``job`` says what it is. Raises RolloutError where that cannot be done."""
         self.key, self.specification = key, specification
         self.context: TurnFunction | None = None
         self._job = {"most": _CHARACTERS_PER_TOKEN * section.max_answer_tokens} | job
@@ -74,11 +74,11 @@ class Partner:
         self._returned = self._failures = 0
 
     def begin(self, row: dict[str, Any]) -> Trajectory:
-        """Returns its side of a row, which has prompt, data_source, ground_truth, extra_info, seed, and attempt."""
+        """Return its side of a row, which has prompt, data_source, ground_truth, extra_info, seed, and attempt."""
         raise NotImplementedError
 
     def messages_of(self, outcome: Outcome) -> list[Message] | None:
-        """Returns its reply; None where it failed. Raises RolloutError where it has only ever failed."""
+        """Return its reply; None where it failed. Raises RolloutError where it has only ever failed."""
         if outcome.state == worker.DONE:
             self._returned += 1
             return list(outcome.messages)
@@ -91,7 +91,7 @@ class Partner:
         return None
 
     def close(self) -> None:
-        """Ends its processes."""
+        """End its processes."""
         self._pool.close()
         if self.context:
             self.context.close()
@@ -115,7 +115,7 @@ class TurnFunction(Partner):
     def call(
         self, messages: Sequence[dict[str, Any]], ground_truth: str, extra_info: dict[str, Any]
     ) -> Future[Outcome]:
-        """Starts the reply to a conversation; returns at once."""
+        """Start the reply to a conversation; return at once."""
         given = {"messages": list(messages), "ground_truth": ground_truth, "extra_info": extra_info}
         return self._pool.submit(self._job | given)
 
@@ -165,7 +165,7 @@ class TurnEnvironment(Partner):
         return _Instance(self._pool.session(), self._job, row, self._closing)
 
     def close(self) -> None:
-        """Ends its processes, as soon as the instances that are closing have closed."""
+        """End its processes, as soon as the instances that are closing have closed."""
         concurrent.futures.wait(self._closing.copy(), self._seconds)
         super().close()
 
@@ -204,7 +204,7 @@ class TurnTools(Partner):
     """Functions and MCP servers that the model calls, for each row in a process of its own."""
 
     def __init__(self, section: MultiTurnSection, describes: bool = False) -> None:
-        """See Partner; `describes`: its first process gets the time to load what descriptions are made with, too."""
+        """See Partner; ``describes``: its first process gets the time to load what descriptions are made with, too."""
         servers = [server.model_dump() for server in section.tool_servers]
         job = {"kind": worker.TOOLS, "functions": section.tool_functions, "servers": servers}
         job |= {"call": user_tools.DESCRIBE} if describes else {}
@@ -218,7 +218,7 @@ class TurnTools(Partner):
         return ToolCalls(self._pool, self._job, self._closing)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Returns the tools as chat templates describe them. Raises RolloutError where that cannot be done."""
+        """Return the tools as chat templates describe them. Raises RolloutError where that cannot be done."""
         session = self._pool.session()
         most = {"most": MOST_DESCRIPTION_CHARACTERS}
         outcome = session.submit(self._job | most | {"call": user_tools.DESCRIBE}).result()
@@ -228,7 +228,7 @@ class TurnTools(Partner):
         return [self._description(message["content"]) for message in outcome.messages]
 
     def _description(self, text: str) -> dict[str, Any]:
-        """A tool as a server or a user's file describes it, of which nothing is believed."""
+        """Return a tool as a server or a user's file describes it, of which nothing is believed."""
         tool = parse_json(text, f"{self.key}: a tool's description", RolloutError)
         name = tool["function"]["name"]
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
@@ -238,7 +238,7 @@ class TurnTools(Partner):
         return dict(tool)
 
     def close(self) -> None:
-        """Ends its processes, as soon as the servers that are closing have closed."""
+        """End its processes, as soon as the servers that are closing have closed."""
         concurrent.futures.wait(self._closing.copy(), self.timeout_seconds)
         super().close()
 
@@ -247,12 +247,12 @@ class ToolCalls:
     """The tools of one row; see Trajectory. What it is asked are calls, one after another."""
 
     def __init__(self, pool: WorkerPool, job: worker.Job, closing: set[Future[None]]) -> None:
-        """No process is taken before the first call."""
+        """Set up; no process is taken before the first call."""
         self._pool, self._job, self._closing = pool, job, closing
         self._session = pool.session()
 
     def call(self, name: str, arguments: dict[str, Any]) -> Future[Outcome]:
-        """Starts a call, behind those before it; returns at once. Where a process has ended, another begins."""
+        """Start a call, behind those before it; return at once. Where a process has ended, another begins."""
         if self._session.has_ended:
             self.close()
             self._session = self._pool.session()
@@ -277,7 +277,7 @@ class ToolCalls:
 
 
 def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram | None:
-    """Loads who replies on a rank that ``leads`` a replica, where responses have several turns."""
+    """Load who replies on a rank that ``leads`` a replica, where responses have several turns."""
     section = recipe.rollout.multi_turn
     if recipe.rollout.agent is not None and leads:
         return AgentProgram(recipe.rollout.agent, needs_reward=recipe.reward.rule == "none")
@@ -296,5 +296,5 @@ def make_partner(recipe: RolloutRecipe, leads: bool) -> Partner | AgentProgram |
 
 
 def why_failed(outcome: Outcome) -> str:
-    """Returns why a call has no answer."""
+    """Return why a call has no answer."""
     return outcome.message or f"no answer within rollout.multi_turn.timeout_seconds ({outcome.state})"

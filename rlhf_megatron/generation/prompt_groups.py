@@ -79,7 +79,7 @@ def requests_for(
     in_order: bool = False,
     limit_of: Callable[[int], int] | None = None,
 ) -> GroupedRequests:
-    """Returns a request for every response that is not whole, of groups that ``replica`` may answer, group by group:
+    """Return a request for every response that is not whole, of groups that ``replica`` may answer, group by group:
     its own first, those begun before others; then those of any replica, which come alike on all.
 
     What comes last is what all replicas wait for, so it should not take long: it has short prompts, unless groups are
@@ -119,23 +119,23 @@ def requests_for(
 
 
 def _lacking(group: Group, numbers: Iterable[int]) -> list[int]:
-    """Those responses of a group that are not whole."""
+    """Return those responses of a group that are not whole."""
     return [number for number in numbers if number not in group.begun or not group.begun[number].is_whole]
 
 
 def _begun(group: Group, number: int, max_tokens_of: Callable[[int], int]) -> Completion | None:
-    """The tokens so far of a response; None where they are of a recipe that allowed more."""
+    """Return the tokens so far of a response; None where they are of a recipe that allowed more."""
     begun = group.begun.get(number)
     return begun if begun and len(begun.token_ids) < max_tokens_of(group.drawn.length) else None
 
 
 def answer_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    """Returns the text of the model's last turn, by which a response is judged."""
+    """Return the text of the model's last turn, by which a response is judged."""
     return turns_of_model(completion, tokenizer)[-1]
 
 
 def turns_of_model(completion: Completion, tokenizer: Tokenizer) -> list[str]:
-    """Returns the text of each of the model's turns."""
+    """Return the text of each of the model's turns."""
     if completion.sampled is None:
         return [tokenizer.decode(completion.token_ids)]
     marked = zip(completion.sampled, completion.token_ids, strict=True)
@@ -152,7 +152,7 @@ def groups_left(
     replica: Replica,
     team: dist.ProcessGroup | None = None,
 ) -> list[Group]:
-    """Returns the groups that are not ``chosen``, by number, with their responses so far unless these are discarded.
+    """Return the groups that are not ``chosen``, by number, with their responses so far unless these are discarded.
 
     ``completions`` are those of this ``replica``, whole or not, where they stay; collective over ``team``.
     """
@@ -172,7 +172,7 @@ def groups_left(
 
 
 def begun_numbers(rows: Collection[Completion], responses_per_prompt: int) -> dict[str, Any]:
-    """Numbers that all ranks know of a group that is begun: ``version`` and ``is_whole``."""
+    """Return the numbers that all ranks know of a group that is begun: ``version`` and ``is_whole``."""
     is_whole = len(rows) == responses_per_prompt and all(completion.is_whole for completion in rows)
     return {
         "version": min((each.weight_version for each in rows if each.token_ids), default=None),
@@ -181,7 +181,7 @@ def begun_numbers(rows: Collection[Completion], responses_per_prompt: int) -> di
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
-    """Returns what all ranks know of groups, for a checkpoint: tensors; {} for no groups.
+    """Return what all ranks know of groups, for a checkpoint: tensors; {} for no groups.
 
     Of a prompt only its position in the data and its tokens, by which it is known again: what a row carries for its
     reward may be of any type that a file has.
@@ -197,7 +197,7 @@ def groups_state(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def begun_tensors(groups: Sequence[Group]) -> dict[str, Tensor]:
-    """Returns the responses to groups that this rank has, for a checkpoint."""
+    """Return the responses to groups that this rank has, for a checkpoint."""
     rows = [(index, number, row) for index, group in enumerate(groups) for number, row in sorted(group.begun.items())]
     completions = [completion for _, _, completion in rows]
     return {
@@ -212,7 +212,7 @@ def begun_tensors(groups: Sequence[Group]) -> dict[str, Tensor]:
 
 
 def with_begun(state: dict[str, Any], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Returns a ``groups_state`` with the ``begun_tensors`` of several ranks, for ``groups_from_state``.
+    """Return a ``groups_state`` with the ``begun_tensors`` of several ranks, for ``groups_from_state``.
 
     Raises KeyError or ValueError where they are none.
     """
@@ -233,7 +233,7 @@ def _or_none(number: int | None) -> int:
 
 
 def _choices_state(choices: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """The rows' choices of experts, concatenated; nothing where none are recorded."""
+    """Return the rows' choices of experts, concatenated; nothing where none are recorded."""
     known = [of_row for of_row in choices if of_row is not None]
     if not known:
         return {}
@@ -242,7 +242,7 @@ def _choices_state(choices: Sequence[Tensor | None]) -> dict[str, Tensor]:
 
 
 def _choices_from_state(state: dict[str, Any], rows: int, choices: ChoiceShape | None) -> Sequence[Tensor | None]:
-    """Each row's choices; None for all where they are not recorded now, or were not then.
+    """Return each row's choices; None for all where they are not recorded now, or were not then.
 
     Raises ValueError where they are not those of so many rows.
     """
@@ -257,7 +257,7 @@ def _choices_from_state(state: dict[str, Any], rows: int, choices: ChoiceShape |
 
 
 def _check(state: dict[str, Any], vocabulary: int) -> None:
-    """Raises ValueError where tensors of groups do not belong together, or no engine takes them."""
+    """Raise ValueError where tensors of groups do not belong together, or no engine takes them."""
     prompts, rows = state["prompts"], state["rows"]
     if not rows.numel():  # without any, there is one dimension
         rows = rows.reshape(0, 4)
@@ -290,7 +290,7 @@ def groups_from_state(
     choices: ChoiceShape | None = None,
     replica: Replica = ALONE,
 ) -> list[Group]:
-    """Returns the groups of a state ``with_begun``, of a recipe with so many responses now, as ``replica`` has them.
+    """Return the groups of a state ``with_begun``, of a recipe with so many responses now, as ``replica`` has them.
 
     A group that is begun goes to the replica that had it, or where there are others now, to one by its number.
 
@@ -337,7 +337,7 @@ def groups_from_state(
 
 
 def _placed(group: Group, home: int, responses_per_prompt: int, replica: Replica) -> Group:
-    """The group on the ranks of ``replica``, of which ``home`` had it in the run that was saved, if any."""
+    """Return the group on the ranks of ``replica``, of which ``home`` had it in the run that was saved, if any."""
     if not group.begun and home == _NONE:
         return group
     home = ((group.number or 0) if home == _NONE else home) % replica.count

@@ -37,7 +37,7 @@ class Replica:
         return self.ranks[:: len(self.ranks) // self.count]
 
     def keeps(self, group: int, response: int) -> bool:
-        """Returns whether this rank, of those of its replica, is the one to keep a response to a group's prompt."""
+        """Return whether this rank, of those of its replica, is the one to keep a response to a group's prompt."""
         return (group // self.count + response) % self.size == self.position
 
     @property
@@ -51,11 +51,11 @@ ALONE = Replica([0], 1, 0)
 
 
 def replica_of(recipe: RolloutRecipe, rank: int, world_size: int) -> Replica:
-    """Returns where ``rank`` stands in the rollout."""
+    """Return where ``rank`` stands in the rollout."""
     return replica_among(rollout_ranks(recipe, world_size), recipe.rollout.layout.tensor, rank)
 
 
 def replica_among(ranks: Sequence[int], tensor: int, rank: int) -> Replica:
-    """Returns where ``rank`` stands; replicas are ``tensor`` neighbours of ``ranks`` each."""
+    """Return where ``rank`` stands; replicas are ``tensor`` neighbours of ``ranks`` each."""
     index, position = divmod(ranks.index(rank), tensor) if rank in ranks else (None, 0)
     return Replica(list(ranks), len(ranks) // tensor, index, position, tensor)

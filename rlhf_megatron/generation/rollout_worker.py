@@ -67,7 +67,7 @@ _STATE = TypeAdapter(_State)
 
 
 class RolloutWorker:
-    """Generates this rank's share of each step's responses, and tells all ranks of all shares.
+    """Worker that generates this rank's share of each step's responses, and tells all ranks of all shares.
 
     Attributes:
         sampling: how the recipe draws tokens.
@@ -87,9 +87,9 @@ class RolloutWorker:
         scoring_models: Mapping[str, RewardModel | Judge],
         choices: ChoiceShape | None = None,
     ) -> None:
-        """``scorer`` and, where responses have several turns, their ``partner`` are on the rank that leads a replica;
-        ``scoring_models``, by the recipe's names, are on all that generate. ``choices``: of experts, where batches
-        have them."""
+        """Set up; ``scorer`` and, where responses have several turns, their ``partner`` are on the rank that leads a
+        replica; ``scoring_models``, by the recipe's names, are on all that generate. ``choices``: of experts, where
+        batches have them."""
         self.choices, self.has_turn_rewards = choices, context.recipe.has_environment
         section = context.recipe.rollout
         self._context, self._team, self._replica = context, context.generators, replica
@@ -119,7 +119,7 @@ class RolloutWorker:
         wanted: int | None = None,
         for_training: bool = True,
     ) -> GeneratedGroups:
-        """Answers this replica's share of ``groups``, each with ``responses_per_prompt``; scores are on their way.
+        """Answer this replica's share of ``groups``, each with ``responses_per_prompt``; scores are on their way.
 
         Collective over the team that generates; elsewhere nothing.
 
@@ -179,7 +179,7 @@ class RolloutWorker:
         return GeneratedGroups(groups, chosen, left, scoring, packer, record, conversations)
 
     def _goal(self, groups: Sequence[Group], wanted: int) -> StepGoal:
-        """Goal of a generation that may leave groups for later ones."""
+        """Return the goal of a generation that may leave groups for later ones."""
         shares = self._pauses and self._section.scheduling == "static"
         return StepGoal(
             groups,
@@ -190,7 +190,7 @@ class RolloutWorker:
         )
 
     def _queue(self, groups: Sequence[Group], requests: GroupedRequests, goal: StepGoal | None) -> WorkQueue:
-        """The queue of the groups that are asked for: this replica's own, and those that any may answer."""
+        """Return the queue of the groups that are asked for: this replica's own, and those that any may answer."""
         asked = requests.group_ids
         own = sum(groups[index].home is not None for index in asked)
         if goal is None:
@@ -201,7 +201,7 @@ class RolloutWorker:
     def _requests(
         self, groups: Sequence[Group], responses_per_prompt: int, sampling: Sampling, step: int, first_row: int
     ) -> GroupedRequests:
-        """This replica's requests for ``groups``, each row with a seed, and perhaps a length, of its own."""
+        """Return this replica's requests for ``groups``, each row with a seed, and perhaps a length, of its own."""
         seed, drawn_lengths = self._context.recipe.seed, self._section.drawn_lengths
 
         def limit_of(row: int) -> int:
@@ -219,7 +219,8 @@ class RolloutWorker:
         )
 
     def _drawn_row(self, groups: Sequence[Group], row: int, responses_per_prompt: int) -> int:
-        """The row of a step that says how long a response gets: it follows from the prompt, whenever it is answered."""
+        """Return the row of a step that says how long a response gets: it follows from the prompt, whenever it is
+        answered."""
         batch, (group, response) = self._context.recipe.batch, divmod(row, responses_per_prompt)
         number = groups[group].number
         return (group if number is None else number % batch.prompts_per_step) * responses_per_prompt + response
@@ -233,7 +234,8 @@ class RolloutWorker:
         conversations: Conversations | AgentTurns | None,
         goal: StepGoal | None,
     ) -> tuple[list[Completion], GenerationRecord]:
-        """(what this replica has answered of the requests, what its engine did); nothing on ranks without one."""
+        """Return (what this replica has answered of the requests, what its engine did); nothing on ranks without
+        one."""
         engine = self.weight_sync.engine
         if engine is None:
             return [], GenerationRecord()
@@ -258,7 +260,7 @@ class RolloutWorker:
         return completions, engine.record
 
     def gather(self, generated: GeneratedGroups) -> SpreadRows | None:
-        """Returns the rows of all replicas with their rewards, those of models included; the tokens of each are on
+        """Return the rows of all replicas with their rewards, those of models included; the tokens of each are on
         one of the ranks of the replica that answered.
 
         Collective over the team that generates; elsewhere None. Waits for the last score. A reward is NaN where the row
@@ -274,7 +276,7 @@ class RolloutWorker:
         return rows
 
     def generation_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
-        """Returns what replicas did in these calls; collective over the team."""
+        """Return what replicas did in these calls; collective over the team."""
         turns, every = None, [generated.conversations for generated in calls]
         if self._section.multi_turn:
             turns = [each.counts for each in every if isinstance(each, Conversations)]
@@ -292,7 +294,7 @@ class RolloutWorker:
         return metrics
 
     def scoring_metrics(self, calls: Sequence[GeneratedGroups]) -> dict[str, float]:
-        """Returns the scoring outcomes of these calls, and the parts of their rewards; collective."""
+        """Return the scoring outcomes of these calls, and the parts of their rewards; collective."""
         scores = [score for generated in calls for score in generated.scores()]
         judged = [generated.judged for generated in calls if generated.judged]
         metrics = scoring_metrics(scores, self._context.recipe.reward_names, self._team)
@@ -304,23 +306,23 @@ class RolloutWorker:
         return self._replica.count
 
     def reset_prefix_cache(self) -> None:
-        """Empties the engine's cache of prompts, as it is in a run that begins here."""
+        """Empty the engine's cache of prompts, as it is in a run that begins here."""
         if self.weight_sync.engine:
             self.weight_sync.engine.reset_prefix_cache()
 
     def drop_paused(self) -> None:
-        """Has what is paused computed anew when it goes on, as in a run that is resumed."""
+        """Have what is paused computed anew when it goes on, as in a run that is resumed."""
         if self.weight_sync.engine and self._pauses:
             self.weight_sync.engine.drop_paused()
 
     def begun_tensors(self, groups: Sequence[Group]) -> dict[str, Tensor]:
-        """Returns the responses to groups that wait, on the rank that speaks for their replica; {} for none."""
+        """Return the responses to groups that wait, on the rank that speaks for their replica; {} for none."""
         return begun_tensors(groups) if self._replica.leads and any(group.begun for group in groups) else {}
 
     def restored_groups(
         self, state: dict[str, Any], own: OwnTensors, read: ReadPrompts, vocabulary: int
     ) -> list[Group]:
-        """Returns the groups of a ``groups_state``, with the responses that are this replica's.
+        """Return the groups of a ``groups_state``, with the responses that are this replica's.
 
         ``state`` also has ``holders``, the ranks whose ``begun_tensors`` are in ``own``; one of an earlier version has
         the responses themselves.
@@ -336,7 +338,7 @@ class RolloutWorker:
         return self._replica.leaders
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, taken after the step's weights were brought in.
+        """Return what a checkpoint keeps, taken after the step's weights were brought in.
 
         Of text to draft from there is nothing in it, and then no more in the engine, as in a run that is resumed.
         """
@@ -345,18 +347,18 @@ class RolloutWorker:
         return {"version": self.weight_sync.version, "lengths": self._lengths}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Resumes where ``state`` was taken; the ``refresh`` that must follow counts that version again."""
+        """Resume where ``state`` was taken; the ``refresh`` that must follow counts that version again."""
         checked = _STATE.validate_python(state)
         self.weight_sync.version = checked["version"] - 1
         self._lengths = list(checked["lengths"])
 
     def forget_journal(self, saved: int | None) -> None:
-        """Deletes what is kept of trajectories for a run that resumes, up to the step of a checkpoint."""
+        """Delete what is kept of trajectories for a run that resumes, up to the step of a checkpoint."""
         if self._journal:
             self._journal.forget(saved)
 
     def close(self) -> None:
-        """Ends the engine and the reward workers."""
+        """End the engine and the reward workers."""
         if self._scorer:
             self._scorer.close()
         if self._partner:
@@ -366,7 +368,7 @@ class RolloutWorker:
 
 
 def _sampling_of_length(section: RolloutSection, entry: PromptLengthSection) -> SamplingOfLength:
-    """An entry's settings, and the section's where it has none."""
+    """Return an entry's settings, and the section's where it has none."""
     chosen = entry.model_dump()
     keys = ("top_p", "top_k", "max_response_length")
     top_p, top_k, most = (getattr(section, key) if chosen[key] is None else chosen[key] for key in keys)

@@ -18,12 +18,12 @@ class ScoreNotes:
     """
 
     def __init__(self, most: int, part_names: Sequence[str]) -> None:
-        """``most``: rows, beyond which the oldest are forgotten; 0 to note nothing."""
+        """Set up; ``most``: rows, beyond which the oldest are forgotten; 0 to note nothing."""
         self._most, self._part_names = most, list(part_names)
         self._notes: dict[int, dict[str, Any]] = {}
 
     def add(self, generated: GeneratedGroups) -> None:
-        """Notes all rows of one call; waits for the last score."""
+        """Note all rows of one call; waits for the last score."""
         if not self._most:
             return
         for prompt, completion, score in zip(generated.prompts, generated.completions, generated.scores(), strict=True):
@@ -36,6 +36,6 @@ class ScoreNotes:
             del self._notes[digest]
 
     def table(self, digests: Collection[int]) -> pa.Table:
-        """The notes of those of the rows that are known here."""
+        """Return the notes of those of the rows that are known here."""
         known = [{"digest": digest, **self._notes[digest]} for digest in digests if digest in self._notes]
         return pa.Table.from_pylist(known, schema=notes_schema(self._part_names))

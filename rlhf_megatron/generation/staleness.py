@@ -14,7 +14,7 @@ from rlhf_megatron.rollout.work_queue import Deadlines
 
 
 def updates_left(group: Group, version: int, most: int) -> int:
-    """Returns for how many updates of weights ``version`` a group may wait; of ``most`` where it is not begun.
+    """Return for how many updates of weights ``version`` a group may wait; of ``most`` where it is not begun.
 
     A recipe that allowed more may have left one that is too old: it is due now.
     """
@@ -22,7 +22,7 @@ def updates_left(group: Group, version: int, most: int) -> int:
 
 
 def groups_due(left: Collection[int], wanted: int, most: int) -> list[int]:
-    """Returns [most], for each s how many of the groups with at most s updates ``left`` this step must learn from.
+    """Return [most], for each s how many of the groups with at most s updates ``left`` this step must learn from.
 
     The s steps that follow can take ``wanted`` each.
     """
@@ -30,7 +30,7 @@ def groups_due(left: Collection[int], wanted: int, most: int) -> list[int]:
 
 
 def most_urgent(whole: Collection[int], left: Sequence[int], wanted: int) -> list[int]:
-    """Returns the ``wanted`` of these groups that may wait least, ``left`` by group, then those drawn first."""
+    """Return the ``wanted`` of these groups that may wait least, ``left`` by group, then those drawn first."""
     return sorted(sorted(whole, key=lambda index: (left[index], index))[:wanted])
 
 
@@ -38,7 +38,7 @@ class StepGoal:
     """The end of a generation that need not answer all of its groups, and the groups that it gives."""
 
     def __init__(self, groups: Sequence[Group], wanted: int, version: int, most: int, replicas: int | None) -> None:
-        """``wanted`` of the groups, by weights of ``version``, none older than ``most`` updates.
+        """Set up; ``wanted`` of the groups, by weights of ``version``, none older than ``most`` updates.
 
         Each of so many ``replicas`` gives its share, of groups of its own; None: they give what is done first.
         """
@@ -47,7 +47,7 @@ class StepGoal:
         self._left = [updates_left(group, version, most) for group in groups]
 
     def lacking(self, replica: int | None) -> tuple[int, list[int]]:
-        """Returns how many groups more a replica, or all, must finish, and of these how many with at most s updates
+        """Return how many groups more a replica, or all, must finish, and of these how many with at most s updates
         left, for each s."""
         pool = self._pool(replica)
         whole = [index for index in pool if self._groups[index].is_whole]
@@ -56,11 +56,11 @@ class StepGoal:
         return max(self._wanted - len(whole), 0), [max(a - b, 0) for a, b in zip(due, done, strict=True)]
 
     def deadlines(self, indices: Iterable[int], needed: Sequence[int]) -> Deadlines:
-        """Returns the deadlines of a replica's queue of these groups."""
+        """Return the deadlines of a replica's queue of these groups."""
         return Deadlines([self._left[index] for index in indices], needed)
 
     def chosen(self, whole: Collection[int]) -> list[int]:
-        """Returns the groups of the step, of those that are ``whole`` now, in rising order."""
+        """Return the groups of the step, of those that are ``whole`` now, in rising order."""
         pools = [self._pool(replica) for replica in range(self._replicas or 1)]
         return sorted(
             index for pool in pools for index in most_urgent(set(pool).intersection(whole), self._left, self._wanted)

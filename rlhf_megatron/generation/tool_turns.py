@@ -56,7 +56,7 @@ class _Turn:
     """A turn whose calls are being answered.
 
     Attributes:
-        message: the assistant's, with `tool_calls` as they stand in the conversation.
+        message: the assistant's, with ``tool_calls`` as they stand in the conversation.
         end: the token that ended it.
         answers: by the place of the call.
         unusable: why no call can be run at all.
@@ -86,8 +86,8 @@ class ToolTurns:
     """
 
     def __init__(self, section: MultiTurnSection, tokenizer: Tokenizer, leads: bool) -> None:
-        """``tokenizer`` describes the tools. Raises RolloutError where vLLM has not the parsers, or where the chat
-        template does not say where a turn with calls ends."""
+        """Set up; ``tokenizer`` describes the tools. Raises RolloutError where vLLM has not the parsers, or where the
+        chat template does not say where a turn with calls ends."""
         self._tokenizer, self._seconds = tokenizer, section.timeout_seconds
         self.tools: dict[str, dict[str, Any]] = {each["function"]["name"]: each["function"] for each in tokenizer.tools}
         end = call_end_token(tokenizer, next(iter(self.tools)))
@@ -103,7 +103,7 @@ class ToolTurns:
         self._turns: dict[int, _Turn] = {}  # by row
 
     def ask(self, trajectory: ToolCalls, completion: Completion) -> Future[Outcome]:
-        """Runs the calls of a row's last turn in their order; returns at once. A turn without any ends the row."""
+        """Run the calls of a row's last turn in their order; return at once. A turn without any ends the row."""
         turn = self._turns[completion.row_id] = self._read(completion)
         if not turn.calls:
             told = (self._unreadable(),) if turn.unread else ()
@@ -135,7 +135,7 @@ class ToolTurns:
         return {"role": "user", "content": _UNREADABLE}
 
     def _what_is_wrong(self, call: Mapping[str, Any]) -> str | None:
-        """Why a call cannot be run as it is written."""
+        """Return why a call cannot be run as it is written."""
         name, arguments = call["name"], call["arguments"]
         if name not in self.tools:
             return f"there is no tool {shown(str(name), 80)}; there are {', '.join(self.tools)}"
@@ -179,7 +179,7 @@ class ToolTurns:
             turn.future.set_result(turn.unusable or Outcome(DONE, messages=tuple(told)))
 
     def count(self, row_id: int, whole: Sequence[Message], cut: Sequence[Message]) -> None:
-        """Counts the calls of a row's last turn, whose answers are ``whole`` and which the model hears as ``cut``."""
+        """Count the calls of a row's last turn, whose answers are ``whole`` and which the model hears as ``cut``."""
         turn = self._turns[row_id]
         self.malformed += turn.unread
         for index, answer in turn.answers.items():
@@ -191,7 +191,7 @@ class ToolTurns:
             counts.seconds, counts.truncated = counts.seconds + answer.seconds, counts.truncated + is_cut
 
     def encode(self, row_id: int, messages: Sequence[Message]) -> list[int] | None:
-        """Returns the tokens of the answers to a row's last turn; None where nothing follows how the turn ended."""
+        """Return the tokens of the answers to a row's last turn; None where nothing follows how the turn ended."""
         turn = self._turns.pop(row_id)
         if not turn.calls:
             return self._tokenizer.encode_next_turn(messages) if turn.end == self._tokenizer.turn_end_token() else None
@@ -205,7 +205,7 @@ class ToolTurns:
 
 
 def with_tools(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
-    """Returns a recipe's tokenizer with the tools of `rollout.multi_turn.tools` for its chat template; collective over
+    """Return a recipe's tokenizer with the tools of ``rollout.multi_turn.tools`` for its chat template; collective over
     the world, of which the first rank asks functions and servers. Raises RolloutError where they cannot be described.
     """
     if not recipe.has_tools:
@@ -222,7 +222,7 @@ def with_tools(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
 
 
 def described(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
-    """Returns a tokenizer whose template describes the recipe's tools; see `with_tools`."""
+    """Return a tokenizer whose template describes the recipe's tools; see ``with_tools``."""
     assert recipe.rollout.multi_turn is not None
     with contextlib.closing(TurnTools(recipe.rollout.multi_turn, describes=True)) as partner:
         tools = partner.describe()

@@ -19,7 +19,7 @@ OwnTensors = Callable[[int, str], Mapping[str, Tensor]]
 
 
 def rows_state(rows: SpreadRows | None) -> dict[str, Any]:
-    """Returns the numbers of rows, for ``RowsReader``; {} for none."""
+    """Return the numbers of rows, for ``RowsReader``; {} for none."""
     if rows is None:
         return {}
     fields = {field.name: getattr(rows.numbers, field.name) for field in dataclasses.fields(rows.numbers)}
@@ -27,7 +27,7 @@ def rows_state(rows: SpreadRows | None) -> dict[str, Any]:
 
 
 def held_tensors(rows: SpreadRows | None, prefix: str) -> dict[str, Tensor]:
-    """Returns what this rank holds of rows, for its own file; {} for nothing."""
+    """Return what this rank holds of rows, for its own file; {} for nothing."""
     if rows is None or not rows.held.rows:
         return {}
     fields = {name: getattr(rows.held, name) for name in FIELDS_OF_TOKENS}
@@ -36,7 +36,7 @@ def held_tensors(rows: SpreadRows | None, prefix: str) -> dict[str, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class RowsReader:
-    """Reads rows back, on this ``rank``, so that they are spread over the ``ranks`` that generate now.
+    """Reader of rows, on this ``rank``, so that they are spread over the ``ranks`` that generate now.
 
     Attributes:
         vocabulary: how many tokens the actor has.
@@ -51,7 +51,7 @@ class RowsReader:
     has_turn_rewards: bool = False
 
     def read(self, state: Mapping[str, Any], own: OwnTensors, prefix: str) -> SpreadRows:
-        """Returns the rows of a ``rows_state`` whose tokens are the ``held_tensors`` under ``prefix``.
+        """Return the rows of a ``rows_state`` whose tokens are the ``held_tensors`` under ``prefix``.
 
         Raises ValueError or TypeError where they do not belong together, or a token is none of the vocabulary.
         """
@@ -74,11 +74,11 @@ class RowsReader:
         )
 
     def _holder(self, position: int) -> int:
-        """The rank that gets what one rank, one of several in rising order, held."""
+        """Return the rank that gets what one rank, one of several in rising order, held."""
         return self.ranks[position % len(self.ranks)]
 
     def _checked(self, numbers: RowNumbers, fields: Mapping[str, Tensor]) -> RolloutBatch:
-        """The rows of these numbers and tokens."""
+        """Return the rows of these numbers and tokens."""
         of_rows = (
             *("rewards", "group_id", "row_id", "weight_version", "truncated"),
             *("trajectory_id", "scores", "baseline_rewards"),
@@ -94,7 +94,7 @@ class RowsReader:
         return batch
 
     def _of_earlier_version(self, state: Mapping[str, Any]) -> SpreadRows:
-        """The rows of a batch, which was saved whole."""
+        """Return the rows of a batch, which was saved whole."""
         batch = checked_batch(state, self.vocabulary, self.choices)
         holder = torch.tensor(self.ranks)[batch.group_id % len(self.ranks)]
         held = batch.select((holder == self.rank).nonzero().squeeze(1).tolist())

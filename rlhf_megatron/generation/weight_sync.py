@@ -30,7 +30,7 @@ from rlhf_megatron.topology.world import hosts_of_ranks
 
 
 class WeightSync:
-    """This rank's rollout engine, and what brings the actor's weights into it.
+    """The rollout engine of this rank, and what brings the actor's weights into it.
 
     Attributes:
         engine: this rank's share of its replica; None where it generates nothing.
@@ -41,7 +41,7 @@ class WeightSync:
     def __init__(
         self, context: RunContext[RLRecipe], replica: Replica, actor: PlacedRole, architecture: Architecture
     ) -> None:
-        """Builds the engine on the ranks of ``replica``; collective over the world."""
+        """Build the engine on the ranks of ``replica``; collective over the world."""
         recipe = context.recipe
         self._context, self._actor, self.version = context, actor, 0
         layout = recipe.rollout.layout
@@ -73,7 +73,8 @@ class WeightSync:
         self.regather = self._make_regather(plan, architecture)
 
     def _make_regather(self, plan: RankPlan, architecture: Architecture) -> RegatherByType:
-        """The transfer of ``plan``, by the way that the machine and the recipe allow; collective over the world."""
+        """Return the transfer of ``plan``, by the way that the machine and the recipe allow; collective over the
+        world."""
         context, recipe, section = self._context, self._context.recipe, self._context.recipe.rollout
         source_dtype = getattr(torch, recipe.model.dtype)
         dtype = getattr(torch, section.dtype or recipe.model.dtype)
@@ -98,7 +99,7 @@ class WeightSync:
         )
 
     def refresh(self) -> None:
-        """Wakes the engine and brings the actor's weights into it; collective over the world.
+        """Wake the engine and bring the actor's weights into it; collective over the world.
 
         Shared ones are there already: an optimizer step returns when its parameters are whole on every rank.
         """
@@ -120,12 +121,12 @@ class WeightSync:
             self.engine.weights_updated(self.version)
 
     def sleep(self) -> None:
-        """Gives the engine's memory to the roles that are on its GPUs, until ``refresh``."""
+        """Give the engine's memory to the roles that are on its GPUs, until ``refresh``."""
         if self.engine and self._sleeps:
             self.engine.sleep()
 
     def close(self) -> None:
-        """Ends the engine, and the mapping of other ranks' memory."""
+        """End the engine, and the mapping of other ranks' memory."""
         if self.engine:
             self.engine.close()
         if self._peers:
@@ -133,7 +134,7 @@ class WeightSync:
 
 
 def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
-    """Builds this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
+    """Build this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
     recipe, section, engine = context.recipe, context.recipe.rollout, None
     with context.phase("engine"):
         # To vLLM a replica is the whole world: it makes groups for all ranks that it sees, most of them of one rank.

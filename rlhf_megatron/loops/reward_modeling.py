@@ -23,7 +23,7 @@ from rlhf_megatron.roles.placed import PlacedRole
 
 
 def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
-    """Trains the scores on the recipe's pairs; the headline metric is the held-out accuracy."""
+    """Train the scores on the recipe's pairs; the headline metric is the held-out accuracy."""
     context, recipe, recorder, history = run.context, run.recipe, run.recorder, History()
     checkpoints = run.start_or_resume({"actor": run.actor}, {"data": run.data.train, "history": history})
     steps = run.steps_after(checkpoints.saved)
@@ -58,7 +58,7 @@ def run_reward_modeling(run: TrainingRun[RewardModelingRecipe]) -> LoopResult:
 
 
 def bradley_terry(scores: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The objective: minus the weighted log-likelihood that the chosen response of each pair wins.
+    """Return the objective: minus the weighted log-likelihood that the chosen response of each pair wins.
 
     scores [2 p]: chosen, rejected of each of p pairs; fields ``margins`` and ``weights`` [2 p], of which the chosen
     rows' count. loss = -log sigmoid(chosen - rejected - margin): Bradley and Terry 1952, as in arXiv 2203.02155, eq. 1;
@@ -73,14 +73,14 @@ def bradley_terry(scores: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, di
 
 
 def batch_of_pairs(prompts: Sequence[Prompt]) -> tuple[RolloutBatch, Tensor]:
-    """The packed conversations, chosen and rejected response of each pair alternating; their margins [R]."""
+    """Return the packed conversations, chosen and rejected response of each pair alternating; their margins [R]."""
     conversations = [tokens for prompt in prompts for tokens in prompt.pair or ()]
     margins = torch.tensor([prompt.margin for prompt in prompts])
     return batch_from_rows(conversations, [()] * len(conversations)), margins.repeat_interleave(2)
 
 
 def evaluate(run: TrainingRun[RewardModelingRecipe], history: History, step: int) -> None:
-    """Logs loss, accuracy and margin on held-out pairs as ``eval/...``; nothing where there are none."""
+    """Log loss, accuracy and margin on held-out pairs as ``eval/...``; nothing where there are none."""
     if run.data.validation is None:
         return
     batch, margins = batch_of_pairs(run.data.validation)
@@ -92,7 +92,7 @@ def evaluate(run: TrainingRun[RewardModelingRecipe], history: History, step: int
 
 
 def _scores(actor: PlacedRole, batch: RolloutBatch) -> Tensor:
-    """[R]: the scores of rows of which every rank has all, each on its data-parallel rank; on every rank."""
+    """Return [R]: the scores of rows of which every rank has all, each on its data-parallel rank; on every rank."""
     scores = torch.zeros(batch.rows)
     if actor.local:
         rows = actor.local.own_rows(batch.lengths)

@@ -45,7 +45,7 @@ from rlhf_megatron.runtime.run_context import RunContext
 
 
 def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> LoopResult:
-    """Trains the actor by the recipe's algorithm. The rollout's ``worker`` is made here unless it is given."""
+    """Train the actor by the recipe's algorithm. The rollout's ``worker`` is made here unless it is given."""
     context, recipe, recorder = run.context, run.recipe, run.recorder
     roles = Learners(run.actor, make_reference(run), make_critic(run))
     worker = worker or make_rollout_worker(run)
@@ -108,7 +108,7 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
 def learn(
     context: RunContext[RLRecipe], roles: Learners, lesson: Lesson, kl_controller: KLController, step: int
 ) -> tuple[dict[str, float], RowNumbers, list[RolloutBatch]]:
-    """Updates the models on one lesson; returns metrics and the rows that the actor has learned from, on every rank,
+    """Update the models on one lesson; return metrics and the rows that the actor has learned from, on every rank,
     and what it made of rows, on one rank for each share: of the same row the latest counts.
 
     Collective over the team that learns.
@@ -138,19 +138,19 @@ def learn(
 
 
 def make_reference(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
-    """Builds the reference policy; None without a KL term."""
+    """Build the reference policy; None without a KL term."""
     section = run.recipe.reference
     return run.roles.build("reference", section) if section and run.recipe.algorithm.kl_coef else None
 
 
 def make_critic(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
-    """Builds the critic, if the recipe has one."""
+    """Build the critic, if the recipe has one."""
     section, updates = run.recipe.critic, run.recipe.steps * run.recipe.batch.updates_per_step
     return run.roles.build("critic", section, section.optimizer, updates, "scalar") if section else None
 
 
 def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
-    """Builds this rank's part of the rollout, from rewards to engine; collective over the world."""
+    """Build this rank's part of the rollout, from rewards to engine; collective over the world."""
     context, recipe = run.context, run.recipe
     replica = replica_of(recipe, context.rank, context.world_size)
     scorer = make_scorer(recipe, replica, run.data)
@@ -180,7 +180,7 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
 
 
 def evaluate(run: TrainingRun[RLRecipe], worker: RolloutWorker, history: History, step: int) -> None:
-    """Logs the metrics of held-out prompts by data source, answered by all replicas; nothing without such prompts."""
+    """Log the metrics of held-out prompts by data source, answered by all replicas; nothing without such prompts."""
     if run.data.validation is None:
         return
     metrics = held_out_metrics(run.context, worker, run.data.validation, run.tokenizer, step)

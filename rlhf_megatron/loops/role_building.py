@@ -23,14 +23,14 @@ from rlhf_megatron.topology.role_layout import make_layout
 
 
 class RoleBuilder:
-    """Builds the roles of one run. Every call is collective over the world.
+    """Builder of the roles of one run. Every call is collective over the world.
 
     Attributes:
         built: all roles so far, in their order; what the recipe offloads of them leaves the GPU after every phase.
     """
 
     def __init__(self, context: RunContext[Recipe], architecture: Architecture) -> None:
-        """``architecture`` is that of model.path."""
+        """Set up; ``architecture`` is that of model.path."""
         self._context, self._architecture = context, architecture
         self._node = own_node() if context.recipe.model.read_once else None  # later vLLM sets torchrun's variables
         self.built: list[PlacedRole] = []
@@ -43,7 +43,7 @@ class RoleBuilder:
         updates: int = 1,
         head: Head = "language",
     ) -> PlacedRole:
-        """Builds a role with the weights of its path or the recipe's; it is frozen without ``optimizer``.
+        """Build a role with the weights of its path or the recipe's; it is frozen without ``optimizer``.
 
         A scalar ``head`` is drawn from the recipe's seed where a role that learns starts from a language model.
         """
@@ -86,7 +86,7 @@ class RoleBuilder:
         return role
 
     def build_reward_model(self, section: RewardModelSection, policy_tokenizer: Tokenizer) -> RewardModel:
-        """Builds the recipe's reward model, which scores what was written in ``policy_tokenizer``, the actor's."""
+        """Build the recipe's reward model, which scores what was written in ``policy_tokenizer``, the actor's."""
         trusts = self._context.recipe.model.trust_remote_code
         tokenizer = load_tokenizer(section.tokenizer or section.path, trusts, section.chat_template)
         role = self.build("reward_model", section, head="scalar")

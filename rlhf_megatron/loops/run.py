@@ -36,7 +36,7 @@ HEADLINES = {"sft": "loss", "reward_modeling": "accuracy"}
 
 
 def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
-    """Trains by ``recipe``; every process of torchrun calls it. ``resume``: auto, none, or a checkpoint's path.
+    """Train by ``recipe``; every process of torchrun calls it. ``resume``: auto, none, or a checkpoint's path.
 
     With ``check_first`` a preflight comes before anything is made; where it fails the process ends with status 1.
 
@@ -81,8 +81,8 @@ def run(recipe: Recipe, resume: str = "auto", check_first: bool = False) -> int:
 
 
 def _status_before(recipe: Recipe, resume: str, recovery: RecoveryLog) -> int | None:
-    """The exit status where torchrun has started the ranks again after the run has stopped, or the run is finished;
-    collective. Rank 0 decides, for another job may be writing."""
+    """Return the exit status where torchrun has started the ranks again after the run has stopped, or the run is
+    finished; collective. Rank 0 decides, for another job may be writing."""
     import torch.distributed as dist
 
     status = None
@@ -103,7 +103,7 @@ def _status_of_stop(is_saved: bool) -> int:
 
 @contextlib.contextmanager
 def _claimed(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
-    """Makes the run's folder on rank 0, which holds it for this job meanwhile; collective as it begins.
+    """Make the run's folder on rank 0, which holds it for this job meanwhile; collective as it begins.
 
     Raises UserError on all ranks where the folder cannot be written, another job trains there, or a tracker cannot be.
     """
@@ -130,7 +130,7 @@ def _claimed(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
 def _begin(
     recipe: Recipe, recovery: RecoveryLog, architectures: Mapping[str, Architecture]
 ) -> tuple[Recipe, dict[int, dict[str, Any]]]:
-    """Notes the attempt on rank 0; the recipe with the budgets to go on with, and ``Adaptation.skips``.
+    """Note the attempt on rank 0; return the recipe with the budgets to go on with, and ``Adaptation.skips``.
 
     Raises RepeatedFault on all ranks where the attempt should not be.
     """
@@ -160,7 +160,7 @@ def _begin(
 
 
 def _kind(error: Exception) -> dict[str, Any]:
-    """Details of a fault for the next attempt, beside its text."""
+    """Return details of a fault for the next attempt, beside its text."""
     if isinstance(error, TooManySkippedSteps):
         return error.details
     if is_out_of_memory(error):
@@ -169,7 +169,7 @@ def _kind(error: Exception) -> dict[str, Any]:
 
 
 def _is_of_network(error: BaseException | None) -> bool:
-    """True for a service or the hub that cannot be reached, where an error or its causes say so."""
+    """Return True for a service or the hub that cannot be reached, where an error or its causes say so."""
     kinds = (TransientRewardError, HubUnreachable)
     return error is not None and (isinstance(error, kinds) or _is_of_network(error.__cause__))
 

@@ -6,12 +6,12 @@ from rlhf_megatron.recipe import Recipe
 
 
 def is_last(recipe: Recipe, step: int) -> bool:
-    """Returns whether the run ends with this step."""
+    """Return whether the run ends with this step."""
     return step == recipe.steps
 
 
 def evaluation_is_due(recipe: Recipe, step: int) -> bool:
-    """Returns whether an evaluation follows this step; step 0 is the start of a run that does not resume."""
+    """Return whether an evaluation follows this step; step 0 is the start of a run that does not resume."""
     if step == 0:
         return recipe.evaluation.at_start
     interval = recipe.evaluation.interval
@@ -19,13 +19,13 @@ def evaluation_is_due(recipe: Recipe, step: int) -> bool:
 
 
 def export_is_due(recipe: Recipe, step: int) -> bool:
-    """Returns whether this step is exported; the export at the end of the run is separate."""
+    """Return whether this step is exported; the export at the end of the run is separate."""
     interval = recipe.checkpoint.export_interval
     return bool(interval and step % interval == 0) and not is_last(recipe, step)
 
 
 def save_is_due(recipe: Recipe, step: int, is_skipped: bool) -> bool:
-    """Returns whether a checkpoint follows this step, unless the run is asked to stop, which always saves.
+    """Return whether a checkpoint follows this step, unless the run is asked to stop, which always saves.
 
     A step that ``is_skipped`` is not saved while others follow: a rollback goes to where steps still succeeded.
     """

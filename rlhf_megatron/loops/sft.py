@@ -21,7 +21,7 @@ from rlhf_megatron.recipe import SFTRecipe
 
 
 def run_sft(run: TrainingRun[SFTRecipe]) -> LoopResult:
-    """Trains the actor on the responses of the recipe's data; the headline metric is the held-out loss."""
+    """Train the actor on the responses of the recipe's data; the headline metric is the held-out loss."""
     context, recipe, recorder, history = run.context, run.recipe, run.recorder, History()
     checkpoints = run.start_or_resume({"actor": run.actor}, {"data": run.data.train, "history": history})
     steps = run.steps_after(checkpoints.saved)
@@ -58,13 +58,13 @@ def run_sft(run: TrainingRun[SFTRecipe]) -> LoopResult:
 def negative_log_likelihood(
     logprobs: Tensor, entropy: Tensor, fields: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The objective: minus the weighted logprob of the response tokens."""
+    """Return the objective: minus the weighted logprob of the response tokens."""
     count = torch.full_like(logprobs, 1.0).sum()
     return -(logprobs * fields["weights"]).sum(), {"entropy": (entropy.sum(), count)}
 
 
 def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
-    """The packed rows of prompts and their given responses; raises DataError for a row that has none."""
+    """Return the packed rows of prompts and their given responses; raises DataError for a row that has none."""
     responses = []
     for prompt in prompts:
         if not prompt.response_token_ids:
@@ -75,7 +75,7 @@ def batch_of(prompts: Sequence[Prompt]) -> RolloutBatch:
 
 
 def evaluate(run: TrainingRun[SFTRecipe], history: History, step: int) -> None:
-    """Logs the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
+    """Log the mean loss per token on held-out rows as ``eval/loss``; nothing where there are none."""
     if run.data.validation is None:
         return
     whole, role = batch_of(run.data.validation), run.actor.local

@@ -30,7 +30,7 @@ from rlhf_megatron.runtime.watchdog import watchdog
 
 
 class StepRecorder:
-    """Begins, measures and logs the steps of a run. Every call is collective.
+    """Recorder that begins, measures and logs the steps of a run. Every call is collective.
 
     Attributes:
         skipped_steps: counts those whose gradient was not finite.
@@ -48,7 +48,8 @@ class StepRecorder:
         clocks: list[Clock],
         data_skips: Mapping[int, Mapping[str, Any]],
     ) -> None:
-        """``roles``: all that the run has, also those that come later, the actor the first. ``report`` is rank 0's.
+        """Set up; ``roles``: all that the run has, also those that come later, the actor the first. ``report`` is rank
+        0's.
 
         ``clocks``: of all ranks, for timelines. ``data_skips``: see ``Adaptation.skips``.
         """
@@ -62,7 +63,7 @@ class StepRecorder:
         self._start_metrics: dict[str, float] = {}  # seconds before the first step, for its record
 
     def end_start(self) -> None:
-        """Notes how long it took from the process's start to here."""
+        """Note how long it took from the process's start to here."""
         gc.collect()
         gc.freeze()  # else a collection amid a step goes through all that the start has made
         phases = self._context.phases
@@ -71,7 +72,7 @@ class StepRecorder:
         self._write_timeline(0)
 
     def begin_step(self, step: int) -> bool:
-        """Starts a step's clocks; returns whether data before it are skipped, on which an earlier attempt failed."""
+        """Start a step's clocks; return whether data before it are skipped, on which an earlier attempt failed."""
         watchdog.beat("step", step)
         faults.at("step", step)
         skips_data = step in self._data_skips
@@ -84,7 +85,7 @@ class StepRecorder:
         return skips_data
 
     def end_step(self, step: int, metrics: Mapping[str, float], tokens: int, trained_on: RowNumbers) -> None:
-        """Logs a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory.
+        """Log a step with its phase times, ``tokens`` (of all ranks, prompt and response) and memory.
 
         ``trained_on``: the rows of the phase ``update``, if there was one.
         Raises TooManySkippedSteps on all ranks where retry.max_skipped_steps is reached.
@@ -101,7 +102,7 @@ class StepRecorder:
         self.skipped_steps.after(step, metrics, self._data_position)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds numbers to a step's record, and acts on the health rules that they break.
+        """Add numbers to a step's record, and act on the health rules that they break.
 
         Raises HealthStop on all ranks where a rule stops the run.
         """
@@ -112,12 +113,12 @@ class StepRecorder:
         self._health.after(step, metrics)
 
     def show_rollouts(self, step: int, table: pa.Table | None) -> None:
-        """Hands kept rows to the trackers that show tables; they are on the rank that reports."""
+        """Hand kept rows to the trackers that show tables; they are on the rank that reports."""
         if self._report and table is not None:
             self._report.rollouts(step, table)
 
     def end_evaluation(self, step: int) -> None:
-        """Warns where checkpoint.keep_best names no metric of the evaluation; they are rank 0's."""
+        """Warn where checkpoint.keep_best names no metric of the evaluation; they are rank 0's."""
         metric = self.best_metric.missing(step)
         if metric:
             self._context.say(
@@ -125,12 +126,12 @@ class StepRecorder:
             )
 
     def close_step(self, step: int) -> None:
-        """Ends the profile of a step and writes its timeline, where the recipe asks for them."""
+        """End the profile of a step and write its timeline, where the recipe asks for them."""
         self._context.profiler.end()
         self._write_timeline(step)
 
     def abandon(self) -> None:
-        """Restores the terminal as the run fails on this rank; the process ends next."""
+        """Restore the terminal as the run fails on this rank; the process ends next."""
         self._health.close()
         self._gpus.close()
         self._context.network.close()
@@ -138,7 +139,7 @@ class StepRecorder:
             self._report.console.close()
 
     def log_model(self, step: int, folder: Path | None) -> None:
-        """Hands the last export to trackers, where the recipe says so; ``folder``: None where there was none."""
+        """Hand the last export to trackers, where the recipe says so; ``folder``: None where there was none."""
         if self._report and self._context.recipe.monitor.log_model:
             if folder:
                 self._report.model(step, folder)
@@ -146,7 +147,7 @@ class StepRecorder:
                 self._context.say("warning: monitor.log_model: nothing was exported at the end; no model is logged")
 
     def close(self) -> None:
-        """Draws the plots and restores the terminal."""
+        """Draw the plots and restore the terminal."""
         self._health.close()
         self._gpus.close()
         self._context.network.close()
@@ -154,7 +155,7 @@ class StepRecorder:
             self._report.close()
 
     def _measured(self, tokens: int, trained_on: RowNumbers) -> dict[str, float]:
-        """Time, speed and memory of the step so far."""
+        """Return time, speed and memory of the step so far."""
         context = self._context
         elapsed = time.perf_counter() - context.phases.began
         peaks = context.phases.peaks()
@@ -181,12 +182,12 @@ class StepRecorder:
         return measured
 
     def _data_position(self) -> dict[str, Any]:
-        """The position in the data, without the description of their order."""
+        """Return the position in the data, without the description of their order."""
         state = TeamOwnedState(self._train, self._context.generators).state()
         return {name: value for name, value in state.items() if name != "order"}
 
     def _write_timeline(self, step: int) -> None:
-        """Writes what all ranks have done since the step began."""
+        """Write what all ranks have done since the step began."""
         context = self._context
         if not context.recipe.monitor.timeline.has(step):
             return
@@ -198,7 +199,7 @@ class StepRecorder:
 
 
 def training_speed(recipe: Recipe, actor: PlacedRole, rows: RowNumbers, seconds: float) -> dict[str, float]:
-    """Returns the training throughput of ``rows`` in ``seconds``, and MFU on GPUs of known peak; {} without an
+    """Return the training throughput of ``rows`` in ``seconds``, and MFU on GPUs of known peak; {} without an
     update."""
     if not seconds:
         return {}

@@ -16,7 +16,7 @@ from rlhf_megatron.topology.world import waiting_minutes
 
 
 def make_teams(recipe: Recipe) -> tuple[Team, Team]:
-    """Returns (the ranks that learn, the ranks that generate); collective over the world."""
+    """Return (the ranks that learn, the ranks that generate); collective over the world."""
     if not (isinstance(recipe, RLRecipe) and recipe.rollout_is_ahead):
         world = whole_world()
         return world, world
@@ -26,7 +26,7 @@ def make_teams(recipe: Recipe) -> tuple[Team, Team]:
 
 
 def sync_teams(context: RunContext[Recipe], train_metrics: dict[str, float]) -> dict[str, float]:
-    """Returns the learners' ``train_metrics`` on every rank, when all ranks are done with the step's work.
+    """Return the learners' ``train_metrics`` on every rank, when all ranks are done with the step's work.
 
     Where there are two teams, each gets the times of the other's phases; collective over the world.
     """

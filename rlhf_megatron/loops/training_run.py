@@ -89,7 +89,7 @@ class TrainingRun(Generic[RecipeT]):
         return self.context.recipe
 
     def steps_after(self, saved: int | None) -> range:
-        """The steps that are left when that of the checkpoint is done; all where there is none."""
+        """Return the steps that are left when that of the checkpoint is done; all where there is none."""
         return range((saved or 0) + 1, self.recipe.steps + 1)
 
     def start_or_resume(
@@ -98,7 +98,7 @@ class TrainingRun(Generic[RecipeT]):
         parts: Mapping[str, Part],
         spread: Mapping[str, SpreadPart] | None = None,
     ) -> Checkpoints:
-        """Returns what saves the run; where it resumes, roles and parts are as they were saved. Collective."""
+        """Return what saves the run; where it resumes, roles and parts are as they were saved. Collective."""
         context, folder = self.context, self.context.folder.checkpoints
         checkpoints = Checkpoints(folder, self.recipe.checkpoint, roles, parts, context.say, spread)
         if self.checkpoint is not None:
@@ -112,7 +112,7 @@ class TrainingRun(Generic[RecipeT]):
         return checkpoints
 
     def close(self) -> None:
-        """Draws the plots and releases resources; collective. Ranks cannot communicate afterwards."""
+        """Draw the plots and release resources; collective. Ranks cannot communicate afterwards."""
         self.recorder.close()
         dist.barrier()  # an engine that ends may take torch.distributed with it
         self.at_end.close()
@@ -124,7 +124,7 @@ def set_up(
     data_skips: Mapping[int, Mapping[str, Any]] | None = None,
     recorder_class: type[StepRecorder] = StepRecorder,
 ) -> TrainingRun[AnyOfRecipes]:
-    """Builds what all loops need; collective over the world.
+    """Build what all loops need; collective over the world.
 
     ``resume`` as in ``sound_checkpoints``, ``data_skips`` as in ``Adaptation.skips``.
     Raises UserError for input that the recipe names and that is not right.
@@ -183,7 +183,7 @@ def _length_notes(recipe: Recipe, data: Data) -> list[str]:
 
 
 def _readers(context: RunContext[Any]) -> Readers | None:
-    """The ranks that draw a step's prompts, where this is one of them."""
+    """Return the ranks that draw a step's prompts, where this is one of them."""
     team = context.generators
     if not team.here:
         return None
@@ -198,7 +198,7 @@ def _build_actor(recipe: Recipe, roles: RoleBuilder) -> PlacedRole:
 
 
 def _first_step(recipe: Recipe, checkpoint: Path | None) -> int:
-    """The step after the checkpoint's; raises UserError where the recipe has none left."""
+    """Return the step after the checkpoint's; raises UserError where the recipe has none left."""
     done = step_of(checkpoint) if checkpoint else 0
     if done > recipe.steps:
         raise UserError(

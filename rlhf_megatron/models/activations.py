@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def gelu_tanh(values: Tensor) -> Tensor:
-    """GELU by its approximation with tanh."""
+    """Return GELU by its approximation with tanh."""
     return torch.nn.functional.gelu(values, approximate="tanh")
 
 
 def squared_relu(values: Tensor) -> Tensor:
-    """ReLU squared (arXiv 2109.08668)."""
+    """Return ReLU squared (arXiv 2109.08668)."""
     return torch.nn.functional.relu(values).square()
 
 

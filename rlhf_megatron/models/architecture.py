@@ -41,7 +41,8 @@ __all__ = [
 
 
 def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A Hugging Face ``config`` as that of the same decoder with a scalar head: sequence classification, one label."""
+    """Return a Hugging Face ``config`` as that of the same decoder with a scalar head: sequence classification, one
+    label."""
     return config | {
         "architectures": [f"{FAMILIES[config['model_type']].classes}ForSequenceClassification"],
         "num_labels": 1,
@@ -51,7 +52,7 @@ def classifier_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The ``config.json`` of a Hugging Face folder; raises ModelError where it is missing or damaged."""
+    """Return the ``config.json`` of a Hugging Face folder; raises ModelError where it is missing or damaged."""
     path = Path(folder) / "config.json"
     if not os.path.lexists(path):
         raise ModelError(f"{shown(path)}: no such file; model.path must be a folder in Hugging Face format")
@@ -62,7 +63,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def wrapped_language(folder: str | Path) -> dict[str, Any] | None:
-    """The config of the language model that a folder's config.json has inside; None where it is that itself.
+    """Return the config of the language model that a folder's config.json has inside; None where it is that itself.
 
     Raises ModelError where either is not supported.
     """
@@ -71,26 +72,28 @@ def wrapped_language(folder: str | Path) -> dict[str, Any] | None:
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """Reads and checks ``config.json`` in ``folder``; raises ModelError naming the field that is not supported."""
+    """Read and check ``config.json`` in ``folder``; raises ModelError naming the field that is not supported."""
     return parse_architecture(read_config(folder), folder)
 
 
 def check_generates(architecture: Architecture, folder: str | Path) -> None:
-    """Raises ModelError where vLLM would compute another model than ``architecture`` from the config in ``folder``."""
+    """Raise ModelError where vLLM would compute another model than ``architecture`` from the config in ``folder``."""
     problem = FAMILIES[architecture.family].rollout_problem(architecture)
     if problem:
         raise ModelError(f"{shown(Path(folder) / 'config.json')}: {problem}")
 
 
 def _kinds_like(kind: object) -> str:
-    """The supported model types that look like ``kind``, which may be a mistyped one, and where all of them are."""
+    """Return the supported model types that look like ``kind``, which may be a mistyped one, and where all of them
+    are."""
     kinds = [*FAMILIES, *WRAPPERS]
     near = difflib.get_close_matches(str(kind), kinds, n=4)
     return ", ".join([*near, f"{len(kinds) - len(near)} {'others' if near else 'types'} that docs/models.md lists"])
 
 
 def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architecture:
-    """The architecture of a Hugging Face ``config``; ``folder`` is where it is from, for errors (see ModelError)."""
+    """Return the architecture of a Hugging Face ``config``; ``folder`` is where it is from, for errors (see
+    ModelError)."""
     path = Path(folder) / "config.json"
     if wrapper_of(config):
         where = f"{path.name} (text_config)" if config.get("text_config") is not None else path.name

@@ -72,7 +72,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> Tensor:
-        """query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_kv``."""
+        """Map query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_kv``."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only; pass packed_seq_params")
         boundaries, longest = packed_seq_params.cu_seqlens_kv, int(packed_seq_params.max_seqlen_kv)
@@ -95,18 +95,18 @@ class PackedAttention(MegatronModule):
         return self._attend(query, key, value, boundaries, longest, mine, sinks=self.softmax_offset).flatten(1)
 
     def _heads_for_tokens(self, values: Tensor) -> Tensor:
-        """[t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
+        """Map [t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
         by_rank = values.unflatten(1, (self._group.size(), -1)).transpose(0, 1)
         received: Tensor = all_to_all(self._group, by_rank.contiguous())
         return received.flatten(0, 1)
 
     def _tokens_for_heads(self, values: Tensor) -> Tensor:
-        """The inverse: [t, heads / parts, d] -> [t / parts, heads, d]."""
+        """Map the inverse way: [t, heads / parts, d] -> [t / parts, heads, d]."""
         received: Tensor = all_to_all(self._group, values.unflatten(0, (self._group.size(), -1)))
         return received.transpose(0, 1).flatten(1, 2)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Nothing: checkpoints go by the weight map."""
+        """Return nothing: checkpoints go by the weight map."""
         return {}
 
 
@@ -124,7 +124,7 @@ class Queries:
 
     @classmethod
     def at_end(cls, boundaries: Tensor, of_keys: Tensor) -> Queries:
-        """The last tokens of sequences by ``of_keys``."""
+        """Return the last tokens of sequences by ``of_keys``."""
         more = (of_keys - boundaries)[1:].long().repeat_interleave(boundaries.diff().long())
         return cls(torch.arange(len(more), device=more.device) + more, boundaries)
 
@@ -142,7 +142,7 @@ def causal_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
+    """Map query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; sequences by ``boundaries`` [rows + 1].
 
     ``queries``: None where every token has one. ``window``: how many tokens a token attends to, itself included; None:
     all before it. ``soft_cap``: of the scaled products of queries and keys. ``sinks`` [heads]: see
@@ -194,8 +194,8 @@ def causal_attention(
 def _explicit_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of [rows, heads, n, d] with what torch's fused one has not, on CPUs and in float32: all products exist
-    at once."""
+    """Return attention of [rows, heads, n, d] with what torch's fused one has not, on CPUs and in float32: all products
+    exist at once."""
     grouped = query.unflatten(1, (key.size(1), -1))  # [rows, groups, heads of a group, q, d]
     scores = ((grouped * scale) @ key[:, :, None].transpose(-1, -2)).float()
     if soft_cap is not None:

@@ -34,7 +34,7 @@ from rlhf_megatron.topology.layout import Layout
 
 
 def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str, shares_prompts: bool) -> Implementation:
-    """Chooses a model's layers: with "auto" Transformer Engine's where they are there, with a GPU, and they can.
+    """Choose a model's layers: with "auto" Transformer Engine's where they are there, with a GPU, and they can.
 
     Raises UserError, which names the key in the section of ``role``, where they are ``wanted`` and cannot be had.
     """
@@ -59,7 +59,7 @@ def choose_implementation(wanted: str, role: str, layout: Layout, dtype: str, sh
 
 @contextlib.contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Inside, if ``wanted``, torch takes kernels that give the same bits each time, and warns where it has none."""
+    """Have torch take, inside, if ``wanted``, kernels that give the same bits each time, and warn where it has none."""
     if not wanted:
         yield
         return
@@ -77,7 +77,7 @@ def build_model(
     implementation: Implementation,
     seed: int,
 ) -> list[GPTModel]:
-    """One rank's part of the model on its device, in ``config.params_dtype``, with weights not yet filled in.
+    """Return one rank's part of the model on its device, in ``config.params_dtype``, with weights not yet filled in.
 
     It is in one piece, or in the chunks of virtual pipeline stages, from the model's front to its end. The random
     states of torch stay as they were; Megatron's tracker, used only by dropout, is seeded.
@@ -102,7 +102,7 @@ def build_model(
 
 
 def sum_gradients_in_products(model: torch.nn.Module) -> None:
-    """Has Transformer Engine's layers add a weight's gradient to Megatron's float32 sum within the matrix product that
+    """Have Transformer Engine's layers add a weight's gradient to Megatron's float32 sum within the matrix product that
     makes it: no gradient in bfloat16 in between, which takes memory, time to add, and digits.
 
     Megatron's config has a switch for it, but that needs NVIDIA's apex for the layers that are Megatron's own.
@@ -149,7 +149,7 @@ def _layer_specs(
     implementation: Implementation,
     virtual_stage: int | None,
 ) -> TransformerBlockSubmodules:
-    """Megatron's specs of the decoder layers of one chunk, by the kind of each."""
+    """Return Megatron's specs of the decoder layers of one chunk, by the kind of each."""
     family, rank = FAMILIES[architecture.family], groups.pp.rank()
     device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
     rotary = Rotary(rotary_tables(architecture, device))

@@ -7,11 +7,11 @@ from rlhf_megatron.models.architecture import Architecture
 
 
 def choice_shape(architecture: Architecture) -> ChoiceShape | None:
-    """The choices of a token of this model; None where it has no experts."""
+    """Return the choices of a token of this model; None where it has no experts."""
     experts = architecture.experts
     return ChoiceShape(experts.count, len(layers_with_experts(architecture)), experts.chosen) if experts else None
 
 
 def layers_with_experts(architecture: Architecture) -> list[int]:
-    """The layers that have a router, rising."""
+    """Return the layers that have a router, rising."""
     return [layer for layer, kind in enumerate(architecture.layer_kinds) if kind.feed_forward == "experts"]

@@ -178,7 +178,7 @@ def brief(value: object) -> str:
 
 
 def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> None:
-    """Raises ModelError for the first field of the config at ``path`` that is not known, or has a value that is not."""
+    """Raise ModelError for the first field of the config at ``path`` that is not known, or has a value that is not."""
     single = {field: value for field, value in _ONLY.items() if field not in own.read} | dict(own.only)
     types = {field: kinds for field, kinds in _TYPES.items() if field not in own.read} | dict(own.types)
     read = DECODER_FIELDS | own.read
@@ -205,7 +205,8 @@ def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> No
 
 
 def weight_block(path: Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The rows and columns that share a scale in the files of the config at ``path``; None: they are not quantised.
+    """Return the rows and columns that share a scale in the files of the config at ``path``; None: they are not
+    quantised.
 
     Empty where a matrix has one scale. Raises ModelError for any other quantisation than e4m3 with these scales.
     """
@@ -223,7 +224,7 @@ def weight_block(path: Path, config: Mapping[str, Any]) -> tuple[int, ...] | Non
 
 
 def _same(value: object, wanted: object) -> bool:
-    """Returns whether a value is the wanted one, and no other type that Python calls equal, but for whole numbers."""
+    """Return whether a value is the wanted one, and no other type that Python calls equal, but for whole numbers."""
     if isinstance(wanted, float):
         return type(value) in (int, float) and value == wanted
     return type(value) is type(wanted) and value == wanted
@@ -238,7 +239,7 @@ def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) 
 def check_class(
     path: Path, config: Mapping[str, Any], classes: str, language_class: str = "", native: bool = False
 ) -> None:
-    """Raises ModelError where the config is for another class than the language model or classifier of ``classes``.
+    """Raise ModelError where the config is for another class than the language model or classifier of ``classes``.
 
     ``native`` as in FamilyFields.
     """
@@ -263,7 +264,7 @@ def check_class(
 
 
 def number(path: Path, field: str, values: Mapping[str, Any], default: float | None = None) -> float:
-    """A number above 0 in the config at ``path``, or in an object of it; ``default`` is for an absent field."""
+    """Return a number above 0 in the config at ``path``, or in an object of it; ``default`` is for an absent field."""
     value = values.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ModelError(f"{shown(path)}: {field} {_not_a('number', field, values)}")
@@ -274,7 +275,7 @@ def number(path: Path, field: str, values: Mapping[str, Any], default: float | N
 
 
 def size(path: Path, field: str, config: Mapping[str, Any], default: int | None = None) -> int:
-    """A whole number above 0 in the config at ``path``; ``default`` is for a field that is absent or null."""
+    """Return a whole number above 0 in the config at ``path``; ``default`` is for a field that is absent or null."""
     value = config.get(field)
     if value is None and default is not None:
         return default
@@ -287,7 +288,7 @@ def size(path: Path, field: str, config: Mapping[str, Any], default: int | None 
 
 
 def flag(path: Path, field: str, config: Mapping[str, Any]) -> bool:
-    """A field that is true or false; absent or null means false."""
+    """Return a field that is true or false; absent or null means false."""
     value = config.get(field)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"{shown(path)}: {field} is {brief(value)}; it must be true or false")
@@ -295,7 +296,7 @@ def flag(path: Path, field: str, config: Mapping[str, Any]) -> bool:
 
 
 def token_ids(path: Path, field: str, config: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
-    """The ids in a field that has one, a list of them or null; each is in the vocabulary."""
+    """Return the ids in a field that has one, a list of them or null; each is in the vocabulary."""
     value = config.get(field)
     ids = value if isinstance(value, list) and field == "eos_token_id" else [] if value is None else [value]
     for token in ids:

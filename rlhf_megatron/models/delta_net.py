@@ -28,7 +28,7 @@ from rlhf_megatron.models.rectangles import Implementation
 
 
 def use_delta_net(net: DeltaNet, spec: Any, implementation: Implementation) -> None:
-    """Puts a delta net in the place of attention in Megatron's spec of a layer."""
+    """Put a delta net in the place of attention in Megatron's spec of a layer."""
     column: Callable[..., Any]
     row: Callable[..., Any]
     if implementation == "transformer_engine":
@@ -101,7 +101,7 @@ class DeltaNetAttention(MegatronModule):
         )
 
     def forward(self, hidden_states: Tensor, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
-        """hidden_states [s, 1, hidden] -> the same of what is added to them, and no bias; packed sequences only."""
+        """Map hidden_states [s, 1, hidden] -> the same of what is added to them, and no bias; packed sequences only."""
         if packed_seq_params is None:
             raise ValueError("DeltaNetAttention takes packed sequences only; pass packed_seq_params")
         qkvz, ba = (layer(hidden_states)[0].squeeze(1) for layer in (self.in_proj_qkvz, self.in_proj_ba))
@@ -120,7 +120,8 @@ class DeltaNetAttention(MegatronModule):
         return self.out_proj(self._gated(out, gate.unflatten(-1, (-1, self._net.value_dim))).flatten(1)[:, None])
 
     def _parted(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
-        """Queries, keys, values, gates of the output, strengths and decays of the rank's heads, [t, ...] each."""
+        """Return queries, keys, values, gates of the output, strengths and decays of the rank's heads, [t, ...]
+        each."""
         sizes, heads = [self._keys, self._keys, self._values, self._values], ba.size(-1) // 2
         if not self._net.by_key_head:
             return [*qkvz.split(sizes, dim=-1), *ba.split(heads, dim=-1)]
@@ -131,18 +132,18 @@ class DeltaNetAttention(MegatronModule):
         ]
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        """[t, heads, d]: the output's norm times the gate; the norm's factor is in the type of the weights."""
+        """Return [t, heads, d]: the output's norm times the gate; the norm's factor is in the type of the weights."""
         variance = out.float().square().mean(-1, keepdim=True)
         normed = self.out_norm.weight * (out.float() * (variance + self._epsilon).rsqrt()).to(out.dtype)
         return (normed * functional.silu(gate.float())).to(out.dtype)
 
     def _kernels(self, like: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-        """The convolution and the rule for tensors ``like`` these."""
+        """Return the convolution and the rule for tensors ``like`` these."""
         wanted = like.is_cuda and like.dtype != torch.float32 and not self.config.deterministic_mode
         return _fused_kernels() if wanted and _has_fused_kernels() else (_convolved_rows, _rule_of_rows)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Megatron's checkpoints are not written."""
+        """Return nothing: Megatron's checkpoints are not written."""
         raise NotImplementedError
 
 
@@ -163,7 +164,7 @@ def normalised(values: Tensor) -> Tensor:
 
 
 def convolved(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
-    """values [t, channels], weight [channels, taps] -> silu of each channel's causal convolution, row by row."""
+    """Map values [t, channels], weight [channels, taps] -> silu of each channel's causal convolution, row by row."""
     place = positions(boundaries, len(values))[:, None]
     out = values * weight[:, -1]
     for back in range(1, min(weight.size(1), len(values))):
@@ -192,7 +193,7 @@ def _problem_of_fused_kernels() -> str | None:
 
 
 def _fused_kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The same two of flash-linear-attention, over one batch of packed rows."""
+    """Return the same two of flash-linear-attention, over one batch of packed rows."""
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -19,7 +19,7 @@ CHUNK = 64  # tokens: as many as Megatron and flash-linear-attention take togeth
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """[t, heads, d] of queries and keys, [t, heads, e] of values, [t, heads] of log a and b -> [t, heads, e].
+    """Map [t, heads, d] of queries and keys, [t, heads, e] of values, [t, heads] of log a and b -> [t, heads, e].
 
     Each row begins with a state of 0; ``chunks`` are those of the rows. Computed in float32, or in float64 where
     queries are; for a backward pass only the arguments are kept, and the rest is computed again.
@@ -59,7 +59,8 @@ def chunks_of(boundaries: Tensor, tokens: int) -> Chunks:
 
 
 def _by_chunks(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
-    """The rule; [chunks, heads, CHUNK, ...] inside, where places behind the end of a row are 0 and change nothing."""
+    """Return the rule; [chunks, heads, CHUNK, ...] inside, where places behind the end of a row are 0 and change
+    nothing."""
     wide = torch.promote_types(query.dtype, torch.float32)
     count = sum(chunks.running)
 

@@ -219,23 +219,23 @@ class Architecture:
         return (f"layers for multi-token prediction ({field}) are left out of training, rollout and export",)
 
     def for_rows(self, longest: int | None) -> Architecture:
-        """The same model in a run whose rows have at most ``longest`` tokens (``Rope.for_rows``)."""
+        """Return the same model in a run whose rows have at most ``longest`` tokens (``Rope.for_rows``)."""
         mixed = tuple(rope and rope.for_rows(longest) for rope in self.mixed_ropes)
         return dataclasses.replace(self, rope=self.rope.for_rows(longest), mixed_ropes=mixed)
 
     def with_head(self, head: Head) -> Architecture:
-        """The same decoder under another head."""
+        """Return the same decoder under another head."""
         return dataclasses.replace(self, head=head)
 
     def padded_vocabulary(self, tensor: int) -> int:
-        """Rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""
+        """Return rows of the embedding over all ranks: a multiple of 64 that ``tensor`` divides."""
         multiple = VOCABULARY_MULTIPLE
         while multiple % tensor:
             multiple += VOCABULARY_MULTIPLE
         return -(-self.vocabulary // multiple) * multiple
 
     def check_layout(self, layout: Layout) -> None:
-        """Raises ModelError, or RecipeError of its stages, where this model cannot be cut into ``layout``.
+        """Raise ModelError, or RecipeError of its stages, where this model cannot be cut into ``layout``.
 
         The line begins with the layout's key. Key-value heads fewer than tensor ranks are shared: Megatron computes
         them in parts and gathers them.

@@ -58,7 +58,7 @@ class ExpertLinear(torch.nn.Module):
         pg_collection: Any,
         name: str | None = None,
     ) -> None:
-        """Takes what Megatron's ``TEGroupedMLP`` gives its layers; ``columns`` and ``rows`` are of a whole expert."""
+        """Take what Megatron's ``TEGroupedMLP`` gives its layers; ``columns`` and ``rows`` are of a whole expert."""
         super().__init__()
         parts = pg_collection.expt_tp.size()
         rows, columns = (rows, columns // parts) if self.cut_by_columns else (rows // parts, columns)
@@ -93,11 +93,11 @@ class ExpertLinear(torch.nn.Module):
                 parameter.partition_dim, parameter.partition_stride = int(self.cut_by_columns), 1
 
     def weights(self) -> list[torch.nn.Parameter]:
-        """Returns the matrices of the experts, in their order; in memory one behind the other, as vLLM has them."""
+        """Return the matrices of the experts, in their order; in memory one behind the other, as vLLM has them."""
         return [getattr(self, f"weight{stack}") for stack in range(len(self._counts))]
 
     def forward(self, inputs: Tensor, tokens: Sequence[int]) -> tuple[Tensor, Sequence[Tensor] | None]:
-        """Returns ([t, rows], the biases that the caller is to add, by expert); ``inputs`` [t, columns] by expert."""
+        """Return ([t, rows], the biases that the caller is to add, by expert); ``inputs`` [t, columns] by expert."""
         outputs: Tensor = _GroupedProducts.apply(  # type: ignore[no-untyped-call]
             inputs, _tokens(tokens, inputs.device), self._counts, self.fuse_wgrad_accumulation, *self.weights()
         )
@@ -132,7 +132,7 @@ class ExpertPairs(ExpertRows):
 
 
 def gates_first(values: Tensor) -> Tensor:
-    """[..., gate, up, gate, up, ...] -> [..., all gates, all ups]."""
+    """Map [..., gate, up, gate, up, ...] -> [..., all gates, all ups]."""
     return values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -219,7 +219,7 @@ def _together(matrices: Sequence[Tensor], tokens: _Tokens, stacks: Sequence[int]
 
 
 def _by_expert(matrices: Tensor, tokens: _Tokens) -> Tensor:
-    """[experts, rows, columns]."""
+    """Return [experts, rows, columns]."""
     return matrices.view(len(tokens.counts), -1, matrices.shape[1])
 
 
@@ -228,7 +228,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _product(values: Tensor, matrices: Tensor, tokens: _Tokens) -> Tensor:
-    """[t, n], of ``values`` [t, m] and ``matrices`` [experts, m, n]."""
+    """Return [t, n], of ``values`` [t, m] and ``matrices`` [experts, m, n]."""
     if _can_be_grouped(values, *matrices.shape[1:]):
         return grouped_mm(values, matrices, offs=tokens.ends)
     parts = zip(values.split(list(tokens.counts)), matrices, strict=True)
@@ -236,7 +236,7 @@ def _product(values: Tensor, matrices: Tensor, tokens: _Tokens) -> Tensor:
 
 
 def _weight_gradient(gradient: Tensor, inputs: Tensor, tokens: _Tokens) -> Tensor:
-    """[experts x rows, columns], of all experts."""
+    """Return [experts x rows, columns], of all experts."""
     if _can_be_grouped(inputs, gradient.shape[1], inputs.shape[1]):
         return grouped_mm(gradient.T, inputs, offs=tokens.ends).flatten(0, 1)
     counts = list(tokens.counts)

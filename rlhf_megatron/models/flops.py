@@ -34,7 +34,8 @@ def forward_flops(
     causal: bool = True,
     spared: Sequence[float] = (),
 ) -> float:
-    """Operations of one forward pass over rows of ``lengths`` tokens, whose head reads ``outputs`` tokens in all.
+    """Return operations of one forward pass over rows of ``lengths`` tokens, whose head reads ``outputs`` tokens in
+    all.
 
     A product of [m, k] and [k, n] counts 2 m k n; norms, activations and rotary embeddings count nothing. Attention of
     a row of n tokens is counted for the n (n + 1) / 2 pairs that may be seen, or those within a window, or for all n^2
@@ -56,7 +57,7 @@ def training_flops(
     frozen: bool = False,
     spared: Sequence[float] = (),
 ) -> float:
-    """Operations of a forward and a backward pass, which has two products for each of the forward's.
+    """Return operations of a forward and a backward pass, which has two products for each of the forward's.
 
     With ``frozen`` weights it has one for each product with a weight. What adapters add, less than a tenth of that at
     the usual ranks, does not count, as it is not the model's.
@@ -67,7 +68,7 @@ def training_flops(
 
 
 def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: bool, spared: Sequence[float]) -> float:
-    """Of a forward pass, the operations that are no products with weights."""
+    """Return the operations of a forward pass that are no products with weights."""
     a, family = architecture, FAMILIES[architecture.family]
     kinds = a.kind_counts
     whole = sum(count * family.attention_flops(a, kind, rows, causal) for kind, count in kinds.items())
@@ -77,25 +78,29 @@ def _attention_flops(architecture: Architecture, rows: Sequence[float], causal: 
 
 
 def attention_cost(architecture: Architecture) -> float:
-    """The a for which n tokens of one row cost as much as n + a n^2, in operations; of rows no longer than a window."""
+    """Return the a for which n tokens of one row cost as much as n + a n^2, in operations; of rows no longer than a
+    window."""
     one, two = (forward_flops(architecture, [length], length) for length in (1, 2))
     half_a_pair = (two - 2 * one) / 2
     return half_a_pair / (one - half_a_pair)
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bfloat16 operations per second of a GPU by its name, as torch gives it; None where it is not known."""
+    """Return dense bfloat16 operations per second of a GPU by its name, as torch gives it; None where it is not
+    known."""
     return next((peak for name, peak in _PEAKS.items() if name in gpu), None)
 
 
 def kv_cache_bytes_per_token(architecture: Architecture, tensor: int, element_bytes: int) -> int:
-    """Bytes that vLLM's cache takes for one token more on each of ``tensor`` ranks; states of a row do not grow."""
+    """Return bytes that vLLM's cache takes for one token more on each of ``tensor`` ranks; states of a row do not
+    grow."""
     two, one = (kv_cache_bytes(architecture, tensor, element_bytes, tokens) for tokens in (2, 1))
     return max(int(two - one), 1)
 
 
 def kv_cache_bytes(architecture: Architecture, tensor: int, element_bytes: int, tokens: float) -> float:
-    """Bytes that vLLM's cache takes for a row of ``tokens`` on each of ``tensor`` ranks; windows let go of the rest."""
+    """Return bytes that vLLM's cache takes for a row of ``tokens`` on each of ``tensor`` ranks; windows let go of the
+    rest."""
     a, family = architecture, FAMILIES[architecture.family]
     return element_bytes * sum(
         count * family.cached_elements(a, kind, tensor) * family.cached_tokens(a, kind, tokens)

@@ -19,7 +19,7 @@ _HOPPER = 9  # major compute capability
 
 
 def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> None:
-    """Raises UserError where this process cannot train in 8 bits: without Transformer Engine or a GPU that does."""
+    """Raise UserError where this process cannot train in 8 bits: without Transformer Engine or a GPU that does."""
     import torch  # here, since plans ask below
 
     key = f"{role}.fp8={recipe}"

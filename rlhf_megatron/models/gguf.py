@@ -32,7 +32,7 @@ class GgufFile:
     """A GGUF file's fields and tensors, read through the gguf package."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raise UserError if it or the gguf package is missing, or if it is no GGUF file."""
+        """Open the file; raises UserError if it or the gguf package is missing, or if it is no GGUF file."""
         try:
             package: Any = importlib.import_module("gguf")
             self._quants: Any = importlib.import_module("gguf.quants")
@@ -49,7 +49,7 @@ class GgufFile:
         self.path = shown(path)
 
     def field(self, name: str, kind: type[Value], default: Value | None = None) -> Value:
-        """Return a field of metadata; raise UserError if it is of another type, or missing without a default."""
+        """Return a field of metadata; raises UserError if it is of another type, or missing without a default."""
         value = self.fields.get(name, default)
         if value is None:
             raise UserError(f"{self.path} has no field {name}; only Llama files with their tokenizer can be converted")
@@ -64,14 +64,14 @@ class GgufFile:
             raise UserError(f"{self.path}: {name} is {shown(repr(value))}, and only {wanted!r} can be converted")
 
     def texts(self, name: str) -> list[str]:
-        """Return a field that is a list of texts; raise UserError if it is another, or missing."""
+        """Return a field that is a list of texts; raises UserError if it is another, or missing."""
         values = self.field(name, list)
         if not all(isinstance(value, str) for value in values):
             raise UserError(f"{self.path}: {name} is {shown(repr(values[:9]), 80)}, which is no list of texts")
         return values
 
     def token(self, name: str, default: int | None = None) -> int:
-        """Return a field that is a token's id; raise UserError if it is none, or missing without a default."""
+        """Return a field that is a token's id; raises UserError if it is none, or missing without a default."""
         token, count = self.field(name, int, default), len(self.texts("tokenizer.ggml.tokens"))
         if not 0 <= token < count:
             raise UserError(f"{self.path}: {name} is {token}, and there are {count} tokens")
@@ -82,7 +82,7 @@ class GgufFile:
         return {tensor.name: tensor for tensor in self._reader.tensors}
 
     def expand(self, tensor: Any) -> NDArray[Any]:
-        """Return a tensor's values in float32, rows first as in Hugging Face; raise UserError for unknown kinds."""
+        """Return a tensor's values in float32, rows first as in Hugging Face; raises UserError for unknown kinds."""
         try:
             values: NDArray[Any] = self._quants.dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:

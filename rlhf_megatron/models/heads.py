@@ -21,14 +21,14 @@ class ScalarHead(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, tensor_group: dist.ProcessGroup) -> None:
-        """The weight is not yet filled in."""
+        """Set up; the weight is not yet filled in."""
         super().__init__()
         self._tensor_group, self._sequence_parallel = tensor_group, config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """hidden [t, 1, hidden] -> values [t, 1, 1] of all tokens in float32, and no bias.
+        """Map hidden [t, 1, hidden] -> values [t, 1, 1] of all tokens in float32, and no bias.
 
         Float32 whatever the model's type: differences of values are small beside the values.
         """

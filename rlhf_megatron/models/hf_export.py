@@ -48,7 +48,7 @@ class Companions:
     chat_template: str | None = None  # in place of the tokenizer's own
 
     def copy_to(self, folder: Path) -> None:
-        """Copies all but config.json."""
+        """Copy all but config.json."""
         of_model = _small_files(self.model)
         if self.tokenizer is None:
             copied = of_model
@@ -65,7 +65,7 @@ class Companions:
 
 
 def companions_of(model: str, tokenizer: str | None, chat_template: str | None) -> Companions:
-    """Those of a run whose recipe has these paths; the template is read now, as for the run itself.
+    """Return those of a run whose recipe has these paths; the template is read now, as for the run itself.
 
     Raises DataError where the template cannot be read.
     """
@@ -74,7 +74,7 @@ def companions_of(model: str, tokenizer: str | None, chat_template: str | None) 
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """The files of a model folder beside its weights and its config.json."""
+    """Return the files of a model folder beside its weights and its config.json."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _COMPANION_SUFFIXES and file.is_file()]
     return [file for file in files if file.name != "config.json" and not file.name.endswith(".index.json")]
 
@@ -88,7 +88,7 @@ def write_checkpoint(
     *,
     head: Head = "language",
 ) -> None:
-    """Writes ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
+    """Write ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
     The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification. A
     wrapper's other towers are copied behind ``tensors``. The folder appears whole and on disk: it is written under
@@ -103,7 +103,7 @@ def write_checkpoint(
 
 
 def in_runs(items: Iterable[_Item], bytes_of: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """Yields ``items`` in lists of at most ``most`` bytes, in their order; what is larger is alone."""
+    """Yield ``items`` in lists of at most ``most`` bytes, in their order; what is larger is alone."""
     run: list[_Item] = []
     load = 0
     for item in items:
@@ -118,7 +118,7 @@ def in_runs(items: Iterable[_Item], bytes_of: Callable[[_Item], int], most: int)
 
 
 def shard_names(count: int) -> list[str]:
-    """The names that Hugging Face looks for, of so many files."""
+    """Return the names that Hugging Face looks for, of so many files."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
@@ -127,7 +127,7 @@ def shard_names(count: int) -> list[str]:
 def write_descriptions(
     folder: Path, shards: Sequence[Sequence[str]], total: int, companions: Companions, dtype: torch.dtype, head: Head
 ) -> None:
-    """Writes what stands beside the shards: an index where there are several, the config, the companions.
+    """Write what stands beside the shards: an index where there are several, the config, the companions.
 
     ``shards`` has the tensors of each, ``total`` is the bytes of all. Raises OSError where the disk fails.
     """
@@ -159,7 +159,7 @@ class CopiedTensor(NamedTuple):
 
 
 def export_form(companions: Companions, architecture: Architecture) -> FileForm:
-    """The form of an exported model's files: that of the files of its source, where those are there.
+    """Return the form of an exported model's files: that of the files of its source, where those are there.
 
     Raises ModelError where they are damaged.
     """
@@ -203,7 +203,7 @@ def _bytes_of(piece: Any) -> int:
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[list[list[str]], int]:
-    """Writes shard-0, shard-1, ...; returns (the tensors of each, the bytes of all)."""
+    """Write shard-0, shard-1, ...; return (the tensors of each, the bytes of all)."""
     shards: list[list[str]] = []
     total = 0
     copies = ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors)
@@ -227,7 +227,7 @@ def _exported_config(model: Path, dtype: torch.dtype, head: Head) -> dict[str, A
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes CPU tensors as one file, which others may read as the umask says; raises OSError where the disk fails."""
+    """Write CPU tensors as one file, which others may read as the umask says; raises OSError where the disk fails."""
     path.touch()  # safetensors alone would let nobody else read it
     mode = path.stat().st_mode
     try:

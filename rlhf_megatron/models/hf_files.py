@@ -45,7 +45,7 @@ class CheckpointFiles:
     """The safetensors files of one Hugging Face folder, opened lazily; a context manager."""
 
     def __init__(self, folder: str | Path, architecture: Architecture, new_head_seed: int | None = None) -> None:
-        """Finds every tensor of ``architecture``, and reads headers alone.
+        """Find every tensor of ``architecture``, and read headers alone.
 
         Raises ModelError naming what is damaged, is missing, has another shape, or belongs to another model.
 
@@ -86,12 +86,12 @@ class CheckpointFiles:
             self._check_tied()
 
     def _find_packed(self) -> set[str]:
-        """The stacked tensors that the files have in MXFP4."""
+        """Return the stacked tensors that the files have in MXFP4."""
         maybe = {name for name, stack in self._stacked.items() if stack.packed and name not in self._file_of}
         return {name for name in maybe if name + _BLOCKS in self._file_of}
 
     def _stored_shapes(self) -> dict[str, Shape]:
-        """Every tensor that the files must have, and its shape there."""
+        """Return every tensor that the files must have, and its shape there."""
         shapes = stored_shapes(self._part_shapes, self._stacked)
         for name in self._packed:
             del shapes[name]
@@ -102,7 +102,7 @@ class CheckpointFiles:
         return shapes
 
     def _check_headers(self) -> None:
-        """Every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
+        """Check every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
         form = self._form
         held = {path: set(map(form.model_name, self._reader(path).keys())) for path in set(self._file_of.values())}
         for path, names in held.items():
@@ -132,7 +132,7 @@ class CheckpointFiles:
                 raise ModelError(f"{path}: {name} has numbers of type {piece.get_dtype()}, and those of MXFP4 are U8")
 
     def _check_scales(self, name: str) -> None:
-        """The scales of a quantised matrix have a shape and a type of their own."""
+        """Check the scales of a quantised matrix, which have a shape and a type of their own."""
         assert self._block is not None
         path, wanted = self._file_of[name + SCALES], scales_shape(self._shapes[name], self._block)
         piece = self._reader(path).get_slice(self._form.stored_name(name) + SCALES)
@@ -143,7 +143,8 @@ class CheckpointFiles:
         self._quantized.add(name)
 
     def _check_surplus(self, name: str, path: Path) -> None:
-        """A tensor of the decoder that nothing reads belongs to another model; heads of other uses do no harm."""
+        """Refuse a tensor of the decoder that nothing reads: it belongs to another model; heads of other uses do no
+        harm."""
         weight = f"{name.removesuffix(ACTIVATIONS)}weight" if name.endswith(ACTIVATIONS) else name.removesuffix(SCALES)
         is_scale = self._block is not None and weight in self._shapes
         if name.startswith(self._left_out) or is_scale:
@@ -155,13 +156,14 @@ class CheckpointFiles:
             )
 
     def _check_towers(self, located: Mapping[str, Path]) -> None:
-        """The other towers' tensors, which exports copy bit for bit, are not quantised either."""
+        """Check that the other towers' tensors, which exports copy bit for bit, are not quantised either."""
         for name, path in located.items():
             if self._form.is_other_tower(name):
                 check_type(path, shown(name), self._reader(path).get_slice(name).get_dtype())
 
     def _check_tied(self) -> None:
-        """An output layer beside tied embeddings is the embeddings again: transformers would use another one."""
+        """Check that an output layer beside tied embeddings is the embeddings again: transformers would use another
+        one."""
         path = self._file_of.get(_OUTPUT)
         if path is not None and not torch.equal(self.read(_OUTPUT, ()), self.read(_EMBEDDING, ())):
             raise ModelError(
@@ -175,7 +177,7 @@ class CheckpointFiles:
         return self._files[str(path)]
 
     def read_once(self, tensors: Iterable[str], group: dist.ProcessGroup) -> None:
-        """Brings these of the model's tensors, and what other ranks want, to the memory of ``group``'s node.
+        """Bring these of the model's tensors, and what other ranks want, to the memory of ``group``'s node.
 
         They are read from there from then on; see ``NodeCopy``. Collective over ``group``.
         """
@@ -185,7 +187,7 @@ class CheckpointFiles:
         self.node_copy = self._open.enter_context(NodeCopy(wanted, group))
 
     def _stored_names(self, tensor: str) -> list[str]:
-        """The parts of files that are read for one of the model's tensors."""
+        """Return the parts of files that are read for one of the model's tensors."""
         if tensor == SCORE and self._new_head:
             return []
         if tensor in self._quantized:
@@ -194,7 +196,7 @@ class CheckpointFiles:
         return [name + _BLOCKS, name + _SCALES] if name in self._packed else [name]
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]`` on the CPU in the file's dtype; only these bytes are read.
+        """Return ``tensor[region]`` on the CPU in the file's dtype; only these bytes are read.
 
         What is quantised comes in float32, of MXFP4 in bfloat16.
         """
@@ -208,7 +210,7 @@ class CheckpointFiles:
         return self._read_part(tensor, region) if tensor in self._place else self._read(tensor, region)
 
     def _read_part(self, tensor: str, region: Region) -> Tensor:
-        """A rectangle of a tensor that is one of a stack's."""
+        """Return a rectangle of a tensor that is one of a stack's."""
         name, index = self._place[tensor]
         region = region or tuple((0, size) for size in self._part_shapes[tensor])
         this = (index, index + 1)
@@ -241,7 +243,7 @@ class CheckpointFiles:
         return selected
 
     def where(self, tensor: str) -> str:
-        """The path of its file."""
+        """Return the path of its file."""
         name, _ = self._place.get(tensor, (tensor, 0))
         return str(self._file_of.get(name + _BLOCKS if name in self._packed else name, self.folder))
 
@@ -259,7 +261,8 @@ def _block_of(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def located_tensors(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a model folder, by the index or the single file; raises ModelError for neither."""
+    """Return the file of each tensor of a model folder, by the index or the single file; raises ModelError for
+    neither."""
     index = folder / INDEX_FILE
     if os.path.lexists(index):
         content = read_model_json(index)
@@ -286,13 +289,13 @@ def located_tensors(folder: Path) -> dict[str, Path]:
 
 
 def shape_in_files(located: Mapping[str, Path], name: str) -> Shape | None:
-    """The shape of a tensor by the header of its file; None where it is not there."""
+    """Return the shape of a tensor by the header of its file; None where it is not there."""
     with open_weights(located[name]) as file:
         return tuple(file.get_slice(name).get_shape()) if name in file.keys() else None  # noqa: SIM118
 
 
 def open_weights(path: Path) -> Any:
-    """A safetensors file, as a context manager; raises ModelError where it is none, or is no file at all."""
+    """Return a safetensors file, as a context manager; raises ModelError where it is none, or is no file at all."""
     check_regular(path, ModelError)  # a pipe would be waited for
     try:
         return safe_open(path, framework="pt")
@@ -302,7 +305,7 @@ def open_weights(path: Path) -> Any:
 
 
 def check_types(folder: str | Path) -> None:
-    """``check_type`` of every tensor of a model folder, for those who leave the reading to others.
+    """Do ``check_type`` of every tensor of a model folder, for those who leave the reading to others.
 
     Raises ModelError as it does; says nothing of a model whose config.json names its quantisation.
     """
@@ -315,7 +318,7 @@ def check_types(folder: str | Path) -> None:
 
 
 def check_type(path: Path, tensor: str, kind: str) -> None:
-    """Raises ModelError where a tensor's numbers are of a type (safetensors' name) that weights are not: whole numbers
+    """Raise ModelError where a tensor's numbers are of a type (safetensors' name) that weights are not: whole numbers
     and those of a quantisation would be taken at their face value."""
     if kind not in _WEIGHT_TYPES:
         raise ModelError(

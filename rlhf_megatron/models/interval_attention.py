@@ -34,7 +34,7 @@ def interval_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; compiled on GPUs alone.
+    """Map query [q, heads, d], key and value [t, kv_heads, d] -> [q, heads, d]; compiled on GPUs alone.
 
     ``attended``: see ``intervals``. ``soft_cap`` and ``sinks``: see ``causal_attention``.
     """
@@ -87,13 +87,14 @@ def interval_mask(low: Tensor, high: Tensor, keys: int) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[queries, keys] -> how many blocks of keys each of queries has, and which, first those; of one batch and head."""
+    """Map [queries, keys] -> how many blocks of keys each of queries has, and which, first those; of one batch and
+    head."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def _padded(packed: Tensor) -> Tensor:
-    """[t, heads, d] with zeros behind, up to whole blocks."""
+    """Return [t, heads, d] with zeros behind, up to whole blocks."""
     return functional.pad(packed, (0, 0, 0, 0, 0, -len(packed) % BLOCK))
 
 

@@ -26,7 +26,7 @@ class WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron sums these
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """hidden [s, 1, inputs] -> [s, 1, outputs], and no bias."""
+        """Map hidden [s, 1, inputs] -> [s, 1, outputs], and no bias."""
         return functional.linear(hidden, self.weight), None
 
 
@@ -73,7 +73,8 @@ class LatentAttention(MultiLatentAttention):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> tuple[Tensor, ...]:
-        """hidden_states [s, 1, hidden] -> queries, keys [t, heads, d] and values [t, heads, v], and both latents."""
+        """Map hidden_states [s, 1, hidden] -> queries, keys [t, heads, d] and values [t, heads, v], and both
+        latents."""
         if packed_seq_params is None:
             raise ValueError("LatentAttention takes packed sequences only; pass packed_seq_params")
         config, heads = self.config, self.num_attention_heads_per_partition

@@ -1,6 +1,6 @@
 """vLLM's side of the weight map, learned from vLLM's own loader instead of written by hand.
 
-The `LoadTrace`s of a replica's ranks become `Block`s, the form of the tables that families write down, by which
+The ``LoadTrace``s of a replica's ranks become ``Block``s, the form of the tables that families write down, by which
 regathering plans. A start is refused where that cannot be done exactly. ``map_files`` keeps them.
 """
 
@@ -17,7 +17,7 @@ from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace
 
 
 def check_all_is_read(ranks: Sequence[Sequence[Block]], tensor_shapes: Mapping[str, Sequence[int]], where: str) -> None:
-    """Raises ModelError where no rank of a replica reads some part of a checkpoint's tensor."""
+    """Raise ModelError where no rank of a replica reads some part of a checkpoint's tensor."""
     regions: dict[str, set[Region]] = {name: set() for name in tensor_shapes}
     for block in itertools.chain(*ranks):
         regions[block.tensor].add(block.region)
@@ -30,7 +30,7 @@ def check_all_is_read(ranks: Sequence[Sequence[Block]], tensor_shapes: Mapping[s
 def check_all_is_written(
     blocks: Sequence[Block], parameters: Iterable[str], derived: Iterable[str], where: str
 ) -> None:
-    """Raises ModelError where ``blocks`` are not those of a live engine's ``parameters``, but for ``derived`` ones."""
+    """Raise ModelError where ``blocks`` are not those of a live engine's ``parameters``, but for ``derived`` ones."""
     odd = {block.parameter for block in blocks} ^ set(parameters).difference(derived)
     if odd:
         raise ModelError(f"{where}: the learned weight map and vLLM's engine disagree on its parameter {min(odd)}")
@@ -104,5 +104,5 @@ def _end(block: Block) -> tuple[int, ...]:
 
 
 def _columns(shape: Sequence[int]) -> int:
-    """Columns of a tensor taken as one matrix, with leading dimensions joined; a vector is one row."""
+    """Return the columns of a tensor taken as one matrix, with leading dimensions joined; a vector is one row."""
     return shape[-1] if shape else 1

@@ -31,17 +31,17 @@ class Adaptation:
 
     @classmethod
     def of(cls, section: LoraSection) -> Adaptation:
-        """As a recipe asks for."""
+        """Return it as a recipe asks for it."""
         return cls(section.rank, section.scale, section.modules)
 
 
 def factor_of(tensor: str, factor: Factor) -> str:
-    """The name of A or B for a Hugging Face weight."""
+    """Return the name of A or B for a Hugging Face weight."""
     return f"{tensor.removesuffix('weight')}lora_{factor}.weight"
 
 
 def adapted_shapes(architecture: Architecture, adaptation: Adaptation) -> dict[str, tuple[int, int]]:
-    """The Hugging Face weights that have adapters, and their (rows, columns), in the order of the model."""
+    """Return the Hugging Face weights that have adapters, and their (rows, columns), in the order of the model."""
     return {
         name: (shape[0], shape[1])
         for name, shape in tensor_shapes(architecture).items()
@@ -50,18 +50,18 @@ def adapted_shapes(architecture: Architecture, adaptation: Adaptation) -> dict[s
 
 
 def module_of(tensor: str) -> str:
-    """The name of the linear layer that a Hugging Face weight is of, as recipes and PEFT have it."""
+    """Return the name of the linear layer that a Hugging Face weight is of, as recipes and PEFT have it."""
     return tensor.split(".")[-2]
 
 
 def adaptation_in(architecture: Architecture, adaptation: Adaptation) -> Adaptation:
-    """``adaptation`` with those modules alone that the model has."""
+    """Return ``adaptation`` with those modules alone that the model has."""
     there = {module_of(tensor) for tensor in adapted_shapes(architecture, adaptation)}
     return dataclasses.replace(adaptation, modules=tuple(name for name in adaptation.modules if name in there))
 
 
 def fused_with(tensor: str) -> list[str]:
-    """The Hugging Face weights of the linear layer of Megatron's that has ``tensor``, in its order."""
+    """Return the Hugging Face weights of the linear layer of Megatron's that has ``tensor``, in its order."""
     if layer_of(tensor) is None:
         return [tensor]
     before, module, kind = tensor.rsplit(".", 2)
@@ -70,7 +70,7 @@ def fused_with(tensor: str) -> list[str]:
 
 
 def factor_shapes(architecture: Architecture, adaptation: Adaptation) -> dict[str, tuple[int, ...]]:
-    """Every A and B, and its shape."""
+    """Return every A and B, and its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, (rows, columns) in adapted_shapes(architecture, adaptation).items():
         shapes[factor_of(tensor, "A")] = (adaptation.rank, columns)
@@ -79,7 +79,7 @@ def factor_shapes(architecture: Architecture, adaptation: Adaptation) -> dict[st
 
 
 def adapter_layout(layout: Layout) -> Layout:
-    """The layout of adapters on the ranks of a model in ``layout``, in the order of ``adapter_ranks``.
+    """Return the layout of adapters on the ranks of a model in ``layout``, in the order of ``adapter_ranks``.
 
     A stage's ranks all have those of its layers, and of its experts those that they hold in the model, or a part of.
     """
@@ -94,7 +94,7 @@ def adapter_layout(layout: Layout) -> Layout:
 
 
 def adapter_ranks(layout: Layout, ranks: Sequence[int]) -> list[int]:
-    """The ``ranks`` of a model in ``layout`` in an order in which those that share the experts are neighbours.
+    """Return the ``ranks`` of a model in ``layout`` in an order in which those that share the experts are neighbours.
 
     That is their own order, unless an expert is cut over several ranks, which then have all of its adapters.
     """
@@ -107,12 +107,13 @@ def adapter_ranks(layout: Layout, ranks: Sequence[int]) -> list[int]:
 
 
 def parameter_name(factor: str) -> str:
-    """The name of A or B as a parameter of torch's, which has no dots."""
+    """Return the name of A or B as a parameter of torch's, which has no dots."""
     return factor.replace(".", "/")
 
 
 def adapter_blocks(architecture: Architecture, adaptation: Adaptation, layout: Layout, position: int) -> list[Block]:
-    """The blocks of the rank at ``position`` of an ``adapter_layout``, as ``megatron_blocks`` gives them for a model.
+    """Return the blocks of the rank at ``position`` of an ``adapter_layout``, as ``megatron_blocks`` gives them for a
+    model.
 
     The names of parameters begin with the chunk's number where a pipeline stage has several.
     """
@@ -136,6 +137,6 @@ def _held_experts(architecture: Architecture, layout: Layout, position: int) -> 
 
 
 def whole_adapter_blocks(architecture: Architecture, adaptation: Adaptation) -> list[Block]:
-    """Every A and B whole, under its own name: the destination of an export."""
+    """Return every A and B whole, under its own name: the destination of an export."""
     shapes = factor_shapes(architecture, adaptation).items()
     return [Block(name, tuple((0, size) for size in shape), name, (0, 0)) for name, shape in shapes]

@@ -53,7 +53,7 @@ class LowRank:
 
 
 def attach(layer: torch.nn.Module, low_ranks: Sequence[LowRank], factors: Sequence[Tensor]) -> None:
-    """Has backward passes through ``layer`` give the gradients of ``factors``; its own weight's is not asked for.
+    """Have backward passes through ``layer`` give the gradients of ``factors``; its own weight's is not asked for.
 
     ``factors`` are A and B of one weight after the other, float32; ``layer`` is a linear layer of Megatron's or of
     Transformer Engine's, whose output is a pair (output, bias). A grouped one has a part for each expert of its, in
@@ -73,7 +73,7 @@ def attach(layer: torch.nn.Module, low_ranks: Sequence[LowRank], factors: Sequen
 
 
 class _FactorGradients(torch.autograd.Function):
-    """Passes a layer's output on as it is; its gradient goes to the layer as it is, and to the factors as above."""
+    """Identity of a layer's output; its gradient goes to the layer as it is, and to the factors as above."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ def _normed(inputs: Tensor, weight: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def factor_gradients(x: Tensor, g: Tensor, low_rank: LowRank, factors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's part of the gradients of ``factors``, each of its factor's shape and type.
+    """Return this rank's part of the gradients of ``factors``, each of its factor's shape and type.
 
     x [t, columns of this rank] is the layer's input, g [t, rows of this rank] the gradient of its output. With a
     ``sequence_group`` the t of x (with ``cut_by_columns`` those of g) are this rank's part of the other's.
@@ -152,7 +152,7 @@ def factor_gradients(x: Tensor, g: Tensor, low_rank: LowRank, factors: Sequence[
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """scale x left @ right, a sum over all tokens; on a GPU not rounded to the factors' own type."""
+    """Return scale x left @ right, a sum over all tokens; on a GPU not rounded to the factors' own type."""
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         product: Tensor = torch.mm(left, right, out_dtype=torch.float32)  # type: ignore[call-overload]
     else:

@@ -64,7 +64,7 @@ def write_map(path: Path, blocks_of_ranks: Sequence[Sequence[Block]], about: Map
 
 
 def read_map(path: Path) -> list[list[Block]]:
-    """Return what `write_map` wrote; raises ModelError where the file is missing or damaged."""
+    """Return what ``write_map`` wrote; raises ModelError where the file is missing or damaged."""
     content = read_json(path, ModelError, _MOST_BYTES)
     try:
         if content["format"] != FORMAT:

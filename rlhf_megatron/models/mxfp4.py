@@ -15,7 +15,7 @@ _BIAS = 127
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [..., n / 32, 16] and scales [..., n / 32], both uint8 -> [..., n] bfloat16."""
+    """Map blocks [..., n / 32, 16] and scales [..., n / 32], both uint8 -> [..., n] bfloat16."""
     values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.float32)
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
     exponents = (scales.to(torch.int32) - _BIAS)[..., None]

@@ -22,7 +22,7 @@ class NewAdapters:
         self._shapes, self._seed = factor_shapes(architecture, adaptation), seed
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]`` in float32 on the CPU."""
+        """Return ``tensor[region]`` in float32 on the CPU."""
         shape = self._shapes[tensor]
         whole = torch.zeros(shape)
         if tensor.endswith("lora_A.weight"):
@@ -33,5 +33,5 @@ class NewAdapters:
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
     def where(self, tensor: str) -> str:
-        """The recipe section that they come from."""
+        """Return the recipe section that they come from."""
         return "actor.lora"

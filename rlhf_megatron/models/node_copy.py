@@ -45,7 +45,7 @@ class NodeCopy:
     """
 
     def __init__(self, wanted: _Wanted, group: dist.ProcessGroup) -> None:
-        """Reads the tensors that any rank of ``group``, the node's, has ``wanted``. Collective over it.
+        """Read the tensors that any rank of ``group``, the node's, has ``wanted``. Collective over it.
 
         Raises ModelError on all its ranks where the node has not the memory, or a file cannot be read.
         """
@@ -69,7 +69,7 @@ class NodeCopy:
         self._names = {path: frozenset(names) for path, names in union.items()}
 
     def reader(self, path: Path, tensor: str) -> Any | None:
-        """The copy of a file, as safetensors opens it, where it has this tensor; else None."""
+        """Return the copy of a file, as safetensors opens it, where it has this tensor; else None."""
         return self._files[str(path)] if tensor in self._names.get(str(path), ()) else None
 
     def __enter__(self) -> NodeCopy:
@@ -90,7 +90,7 @@ def _union(of_ranks: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, set[str
 def _make_memory(
     wanted: Mapping[str, Collection[str]], made: contextlib.ExitStack
 ) -> tuple[list[Extent], dict[str, str]]:
-    """(what is to be read, by file the path of memory of its size, where what is not written takes nothing).
+    """Return (what is to be read, by file the path of memory of its size, where what is not written takes nothing).
 
     The memory goes as ``made`` closes and nobody maps it any more, also where processes are killed.
     """
@@ -111,7 +111,7 @@ def _make_memory(
 
 
 def _extents(path: str, names: Collection[str]) -> Iterator[Extent]:
-    """The header of a file and the tensors of these names, in their order, without seams."""
+    """Yield the header of a file and the tensors of these names, in their order, without seams."""
     try:
         with open(path, "rb", buffering=0) as file:
             begin = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -129,7 +129,7 @@ def _extents(path: str, names: Collection[str]) -> Iterator[Extent]:
 
 
 def share_of(extents: Sequence[Extent], position: int, count: int) -> Iterator[Extent]:
-    """The part of ``extents`` that the rank at a ``position`` of ``count`` reads: as many bytes as the others."""
+    """Yield the part of ``extents`` that the rank at a ``position`` of ``count`` reads: as many bytes as the others."""
     total = sum(extent.stop - extent.start for extent in extents)
     first, last = total * position // count, total * (position + 1) // count
     before = 0
@@ -141,7 +141,7 @@ def share_of(extents: Sequence[Extent], position: int, count: int) -> Iterator[E
 
 
 def _copy(extent: Extent, place: str) -> int:
-    """Copies an extent to the same bytes of ``place``; returns how many were read."""
+    """Copy an extent to the same bytes of ``place``; return how many were read."""
     buffer = memoryview(bytearray(min(_PIECE_BYTES, extent.stop - extent.start)))
     at = extent.start
     try:

@@ -44,7 +44,7 @@ class PeftAdapter:
     """A folder that PEFT's ``save_pretrained`` has written; a WeightSource."""
 
     def __init__(self, folder: str | Path, architecture: Architecture, adaptation: Adaptation) -> None:
-        """Reads all of it. Raises ModelError where it is not there, or is another adaptation than is asked for."""
+        """Read all of it. Raises ModelError where it is not there, or is another adaptation than is asked for."""
         path = Path(folder)
         self._path = path / PEFT_WEIGHTS
         given = _read_config(path / PEFT_CONFIG)
@@ -80,18 +80,18 @@ class PeftAdapter:
         self._tensors = unwrapped_factors(tensors, wrappers)
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]`` in the file's type on the CPU."""
+        """Return ``tensor[region]`` in the file's type on the CPU."""
         return self._tensors[tensor][tuple(slice(start, stop) for start, stop in region)]
 
     def where(self, tensor: str) -> str:
-        """The path of the file."""
+        """Return the path of the file."""
         return str(self._path)
 
 
 def write_peft(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], architecture: Architecture, adaptation: Adaptation, base: str
 ) -> None:
-    """Writes ``tensors``, every A and B by name, as an adapter that PEFT reads, for the model in the folder ``base``.
+    """Write ``tensors``, every A and B by name, as an adapter that PEFT reads, for the model in the folder ``base``.
 
     The folder appears whole and on disk, and an older one is then replaced. Raises OSError where the disk fails.
     """
@@ -104,7 +104,7 @@ def write_peft(
 def write_factors(
     path: Path, factors: Mapping[str, Tensor], architecture: Architecture, adaptation: Adaptation, base: str
 ) -> None:
-    """Writes every A and B, on the CPU, as the file that PEFT reads for the model in the folder ``base``.
+    """Write every A and B, on the CPU, as the file that PEFT reads for the model in the folder ``base``.
 
     Raises OSError where the disk fails.
     """
@@ -115,7 +115,7 @@ def write_factors(
 
 
 def write_peft_config(folder: Path, architecture: Architecture, adaptation: Adaptation, base: str) -> None:
-    """Writes what stands beside the factors; raises OSError where the disk fails."""
+    """Write what stands beside the factors; raises OSError where the disk fails."""
     config = json.dumps(peft_config(architecture, adaptation, base), indent=2) + "\n"
     (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
 
@@ -126,13 +126,13 @@ def _prefix_of(base: str) -> str:
 
 
 def _own_name(name: str) -> str:
-    """A factor's name here, given PEFT's for the language model alone or within one of images and text."""
+    """Return a factor's name here, given PEFT's for the language model alone or within one of images and text."""
     inner = name.removeprefix(PEFT_PREFIX)
     return _DECODER + inner.removeprefix(_WRAPPED) if inner.startswith(_WRAPPED) else inner
 
 
 def peft_config(architecture: Architecture, adaptation: Adaptation, base: str) -> dict[str, Any]:
-    """The adapter_config.json of an adapter for the model ``base``.
+    """Return the adapter_config.json of an adapter for the model ``base``.
 
     PEFT's own scale is lora_alpha / r, which gives any scale.
     """
@@ -158,12 +158,12 @@ def peft_config(architecture: Architecture, adaptation: Adaptation, base: str) -
 
 
 def _of_both(rank: int, alpha: float) -> dict[str, Any]:
-    """The patterns for gate and up of experts, which PEFT has as one parameter with the adapters of both."""
+    """Return the patterns for gate and up of experts, which PEFT has as one parameter with the adapters of both."""
     return {"rank_pattern": {_PATTERN: 2 * rank}, "alpha_pattern": {_PATTERN: 2 * alpha}}
 
 
 def _targets(architecture: Architecture, adaptation: Adaptation) -> tuple[list[str], list[str]]:
-    """(target_modules, target_parameters) of PEFT's.
+    """Return (target_modules, target_parameters) of PEFT's.
 
     In transformers 5 an expert is no module: all of a layer are two parameters, whatever the checkpoint has. PEFT takes
     adapters of single experts all the same, as vLLM does, and stacks them as it reads them. It takes names of modules
@@ -182,12 +182,12 @@ def _targets(architecture: Architecture, adaptation: Adaptation) -> tuple[list[s
 
 
 def _stacks(architecture: Architecture) -> dict[str, str]:
-    """The checkpoint's tensor that each tensor of the model is stacked in, of those that are."""
+    """Return the checkpoint's tensor that each tensor of the model is stacked in, of those that are."""
     return {part: name for name, stack in stacked_tensors(architecture).items() for part in stack.parts}
 
 
 def wrapped_stacks(architecture: Architecture, adaptation: Adaptation) -> dict[str, Stacked]:
-    """Those stacks of a checkpoint that have adapters, by the name of PEFT's wrapper around their module.
+    """Return those stacks of a checkpoint that have adapters, by the name of PEFT's wrapper around their module.
 
     Several of a module have as many wrappers, each around the next, of which the first parameter has the innermost.
     """
@@ -204,7 +204,7 @@ def wrapped_stacks(architecture: Architecture, adaptation: Adaptation) -> dict[s
 
 
 def wrapped_factors(factors: Mapping[str, Tensor], wrappers: Mapping[str, Stacked]) -> dict[str, Tensor]:
-    """``factors`` with those of each stack in one A [parts x rank, columns] and one B [rows, rank x parts]."""
+    """Return ``factors`` with those of each stack in one A [parts x rank, columns] and one B [rows, rank x parts]."""
     wrapped = dict(factors)
     for module, stack in wrappers.items():
         down, up = ([wrapped.pop(factor_of(part, kind)) for part in stack.parts] for kind in FACTORS)
@@ -214,7 +214,7 @@ def wrapped_factors(factors: Mapping[str, Tensor], wrappers: Mapping[str, Stacke
 
 
 def unwrapped_factors(wrapped: Mapping[str, Tensor], wrappers: Mapping[str, Stacked]) -> dict[str, Tensor]:
-    """The inverse of ``wrapped_factors``."""
+    """Return the inverse of ``wrapped_factors``."""
     factors = dict(wrapped)
     for module, stack in wrappers.items():
         down, up = (factors.pop(f"{module}.lora_{kind}.weight") for kind in FACTORS)
@@ -225,7 +225,7 @@ def unwrapped_factors(wrapped: Mapping[str, Tensor], wrappers: Mapping[str, Stac
 
 
 def wrapped_shapes(shapes: Mapping[str, Sequence[int]], wrappers: Mapping[str, Stacked]) -> dict[str, tuple[int, ...]]:
-    """The shapes of ``wrapped_factors``, given those of all factors."""
+    """Return the shapes of ``wrapped_factors``, given those of all factors."""
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     return {name: tuple(tensor.shape) for name, tensor in wrapped_factors(empty, wrappers).items()}
 
@@ -243,7 +243,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _peft_scale(path: Path, config: dict[str, Any]) -> float:
-    """Returns PEFT's factor of B A; raises ModelError for what a plain LoRA does not have."""
+    """Return PEFT's factor of B A; raises ModelError for what a plain LoRA does not have."""
     rank, alpha = config.get("r"), config.get("lora_alpha")
     ranked = type(rank) is int and 0 < rank < _HIGHEST_RANK
     scaled = type(alpha) in (int, float) and 0 < alpha < math.inf  # type: ignore[operator]  # then it is a number

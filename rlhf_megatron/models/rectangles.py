@@ -54,7 +54,7 @@ def split(size: int, parts: int, part: int) -> tuple[int, int]:
 def _attention_blocks(
     a: Architecture, cut: str, parts: int, part: int, repeats: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """(start row, stop row, offset) of the pieces of q, k or v on tensor rank ``part`` of ``parts``.
+    """Yield (start row, stop row, offset) of the pieces of q, k or v on tensor rank ``part`` of ``parts``.
 
     A rank has all its queries first, then its keys, then its values: vLLM's order, and that of our own attention in
     Megatron (``self_attention``). With fewer key-value heads than ranks vLLM ``repeats`` them; Megatron then
@@ -137,7 +137,7 @@ def held_layers(a: Architecture, layout: Layout, stage: int) -> Iterator[tuple[s
 
 
 def elements(region: Region) -> int:
-    """The number of elements in a rectangle."""
+    """Return the number of elements in a rectangle."""
     count = 1
     for start, stop in region:
         count *= stop - start
@@ -145,7 +145,7 @@ def elements(region: Region) -> int:
 
 
 def intersect(one: Region, other: Region) -> Region | None:
-    """The common rectangle of two, or None."""
+    """Return the common rectangle of two, or None."""
     if one == other:
         return one
     common = []

@@ -22,7 +22,7 @@ class Mask(enum.Enum):
 
 
 def install_shared_prompts(chunks: Sequence[torch.nn.Module]) -> None:
-    """Has attention in this rank's ``chunks`` repeat keys and values as ``PackedSequences`` say."""
+    """Have attention in this rank's ``chunks`` repeat keys and values as ``PackedSequences`` say."""
     for chunk in chunks:
         for module in chunk.modules():
             attention = getattr(module, "core_attention", None)
@@ -40,7 +40,7 @@ def _repeat(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tupl
 
 
 def repeat(values: Tensor, keys: RepeatedKeys) -> Tensor:
-    """[t, heads, d] -> [k, heads, d]: those of all sequences; gradients are summed in float32, in one order."""
+    """Map [t, heads, d] -> [k, heads, d]: those of all sequences; gradients are summed in float32, in one order."""
     repeated: Tensor = _Repeated.apply(values, keys)  # type: ignore[no-untyped-call]
     return repeated
 

@@ -34,7 +34,7 @@ class ScoreRouter(TopKRouter):
             self.expert_bias = torch.nn.Parameter(biases, requires_grad=False)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [s, 1, experts] -> weights and a map of the chosen, both [s, experts]."""
+        """Map logits [s, 1, experts] -> weights and a map of the chosen, both [s, experts]."""
         scores = expert_scores(logits.flatten(0, -2), self._routing)
         chosen = chosen_experts(scores, self.expert_bias, self._routing, self._experts.chosen)
         if self.router_replay is not None:
@@ -48,7 +48,8 @@ class ScoreRouter(TopKRouter):
         return torch.zeros_like(scores).scatter(1, chosen, weights), torch.zeros_like(scores).scatter(1, chosen, 1) > 0
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Correction biases stay float32 where a module is cast: a step of theirs is finer than bfloat16's digits."""
+        """Keep correction biases in float32 where a module is cast: a step of theirs is finer than bfloat16's
+        digits."""
         kept = None if self.expert_bias is None else self.expert_bias.data
         super()._apply(fn, recurse)
         if kept is not None and self.expert_bias is not None:

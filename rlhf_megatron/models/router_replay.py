@@ -3,7 +3,7 @@
 
 The choices travel with the boundaries of the packed rows, which every layer gets, also where its activations are
 recomputed in the backward pass: so each router replays its own micro-batch's, whatever ran meanwhile. Megatron's
-`RouterReplay` keeps one list of routers for the whole process, and replays in the order of its calls.
+``RouterReplay`` keeps one list of routers for the whole process, and replays in the order of its calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_megatron.models.choice_shape import layers_with_experts
 
 
 class ReplayedRouter:
-    """Stands in for Megatron's RouterReplay in one router; without ``choices`` the router's own are taken."""
+    """Stand-in for Megatron's RouterReplay in one router; without ``choices`` the router's own are taken."""
 
     choices: Tensor | None = None  # [t, chosen]
 
@@ -32,7 +32,8 @@ class ReplayedRouter:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) of those to take for each token: its own where nothing is known, such as of padding."""
+        """Return (scores, experts) of those to take for each token: its own where nothing is known, such as of
+        padding."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.choices is None:
@@ -41,14 +42,14 @@ class ReplayedRouter:
         return scores.gather(1, taken), taken
 
     def taken(self, own: Tensor) -> Tensor:
-        """[t, chosen]: the experts to take where a router would choose its ``own``."""
+        """Return [t, chosen]: the experts to take where a router would choose its ``own``."""
         if self.choices is None:
             return own
         return torch.where(is_known(self.choices[:, None])[:, None], self.choices.long(), own)
 
 
 def install_replay(architecture: Architecture, chunks: Sequence[torch.nn.Module]) -> list[int]:
-    """Has the routers of this rank's ``chunks`` replay what comes with ``PackedSequences``.
+    """Have the routers of this rank's ``chunks`` replay what comes with ``PackedSequences``.
 
     Returns which of the model's layers with experts, counted among these, are here.
     """
@@ -67,7 +68,7 @@ def _of_chunk(chunk: Any) -> Sequence[Any]:
 
 
 def _tell_router(router: ReplayedRouter, index: int) -> Callable[..., None]:
-    """A hook that runs before a layer and gives its router the choices of the layer's tokens."""
+    """Return a hook that runs before a layer and gives its router the choices of the layer's tokens."""
 
     def tell(_: Any, __: Any, named: dict[str, Any]) -> None:
         choices = getattr(named.get("packed_seq_params"), "expert_choices", None)

@@ -53,7 +53,7 @@ class StackedSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, **options: Any
     ) -> Any:
-        """hidden_states [s, 1, hidden] -> query [s, 1, heads, d], key and value [s, 1, kv_heads, d] of this rank.
+        """Map hidden_states [s, 1, hidden] -> query [s, 1, heads, d], key and value [s, 1, kv_heads, d] of this rank.
 
         With gated attention the gates come last, [s, 1, heads, d]; in the matrix each is behind its query.
         """

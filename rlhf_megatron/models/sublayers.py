@@ -16,7 +16,7 @@ from rlhf_megatron.models.rectangles import Implementation
 
 
 class SublayerOutput(torch.nn.Module):
-    """Adds a sublayer's output to the residual: residual + scale x norm(output + bias), without dropout.
+    """Sum of residual and a sublayer's output: residual + scale x norm(output + bias), without dropout.
 
     In place of Megatron's ``self_attn_bda`` and ``mlp_bda``, and called as these are.
     """
@@ -26,7 +26,7 @@ class SublayerOutput(torch.nn.Module):
         self.norm, self._scale = norm, scale
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """The function that adds."""
+        """Return the function that adds."""
         return self._add
 
     def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -69,7 +69,7 @@ def remove_norms_before(spec: Any, implementation: Implementation) -> None:
 
 
 def scale_embeddings(embedding: torch.nn.Module, scales: Scales) -> None:
-    """Has a module's output multiplied with the factor of embeddings."""
+    """Have a module's output multiplied with the factor of embeddings."""
     if scales.embedding is None:
         return
     factor, is_rounded = scales.embedding, scales.rounded_embedding

@@ -25,7 +25,8 @@ def transformer_config(
     deterministic: bool = False,
     fp8: Fp8Recipe | None = None,
 ) -> TransformerConfig:
-    """Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype``, one of torch's types by name.
+    """Return Megatron's config for ``architecture`` cut into ``layout``, computing in ``dtype``, one of torch's types
+    by name.
 
     ``fused`` asks for Transformer Engine's kernels for rotary embeddings and activations, and for its grouped experts.
     ``deterministic`` asks for Megatron's own kernels that give the same bits each time.

@@ -33,7 +33,7 @@ __all__ = [
 
 
 def is_expert(name: str) -> bool:
-    """Returns whether a parameter, or a checkpoint's tensor, is of an expert, which other ranks than the rest share.
+    """Return whether a parameter, or a checkpoint's tensor, is of an expert, which other ranks than the rest share.
 
     An expert that all tokens reach is none. Parameters of adapters have slashes for dots.
     """
@@ -41,24 +41,24 @@ def is_expert(name: str) -> bool:
 
 
 def expert_of(tensor: str) -> int | None:
-    """The number of the expert that a Hugging Face tensor belongs to, if it belongs to one."""
+    """Return the number of the expert that a Hugging Face tensor belongs to, if it belongs to one."""
     _, is_there, behind = tensor.partition(".experts.")
     return int(behind.split(".")[0]) if is_there else None
 
 
 def stays_float32(name: str) -> bool:
-    """Returns whether a parameter, or a checkpoint's tensor, is float32 whatever the model's type: correction biases
+    """Return whether a parameter, or a checkpoint's tensor, is float32 whatever the model's type: correction biases
     of experts, which decide between scores that bfloat16 would make equal."""
     return name.endswith(("e_score_correction_bias", ".expert_bias"))
 
 
 def layer_of(tensor: str) -> int | None:
-    """The decoder layer that a Hugging Face tensor belongs to, if it belongs to one."""
+    """Return the decoder layer that a Hugging Face tensor belongs to, if it belongs to one."""
     return int(tensor.split(".")[2]) if tensor.startswith("model.layers.") else None
 
 
 def tensor_shapes(architecture: Architecture) -> Shapes:
-    """Every tensor of the model and its shape, by the checkpoint's names; tied embeddings are listed once.
+    """Return every tensor of the model and its shape, by the checkpoint's names; tied embeddings are listed once.
 
     What ``stacked_tensors`` has is one in checkpoints.
     """
@@ -66,19 +66,20 @@ def tensor_shapes(architecture: Architecture) -> Shapes:
 
 
 def stacked_tensors(architecture: Architecture) -> Mapping[str, Stacked]:
-    """Those tensors of a checkpoint that stack several of ``tensor_shapes``; the others have these' own names."""
+    """Return those tensors of a checkpoint that stack several of ``tensor_shapes``; the others have these' own
+    names."""
     return FAMILIES[architecture.family].stacked_tensors(architecture)
 
 
 def megatron_blocks(
     architecture: Architecture, layout: Layout, position: int, implementation: Implementation
 ) -> list[Block]:
-    """The blocks of the rank at ``position`` of a Megatron layout. Data-parallel ranks hold the same."""
+    """Return the blocks of the rank at ``position`` of a Megatron layout. Data-parallel ranks hold the same."""
     return FAMILIES[architecture.family].megatron_blocks(architecture, layout, position, implementation)
 
 
 def has_rollout_table(architecture: Architecture) -> bool:
-    """Returns whether ``rollout_blocks`` knows the model; other blocks are learned from vLLM (``learned_map``)."""
+    """Return whether ``rollout_blocks`` knows the model; other blocks are learned from vLLM (``learned_map``)."""
     return FAMILIES[architecture.family].has_rollout_table
 
 
@@ -89,7 +90,7 @@ def rollout_blocks(
     expert_parallel: bool = False,
     only_layers: Iterable[int] | None = None,
 ) -> list[Block]:
-    """The blocks of tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica, always with a language head.
+    """Return the blocks of tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica, always with a language head.
 
     With ``expert_parallel`` a rank holds some experts whole, else a part of each. ``only_layers`` leaves the other
     decoder layers out, for one who has no business with them.
@@ -102,7 +103,7 @@ def rollout_blocks(
 
 
 def whole_blocks(architecture: Architecture) -> list[Block]:
-    """Every tensor whole, under its own name: the destination of an export."""
+    """Return every tensor whole, under its own name: the destination of an export."""
     return [
         Block(name, tuple((0, size) for size in shape), name, (0,) * len(shape))
         for name, shape in tensor_shapes(architecture).items()

@@ -23,11 +23,11 @@ class WeightSource(Protocol):
     """Anything that gives rectangles of Hugging Face tensors."""
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]``, on the CPU or the current device; all of it where the region is empty."""
+        """Return ``tensor[region]``, on the CPU or the current device; all of it where the region is empty."""
         ...
 
     def where(self, tensor: str) -> str:
-        """The origin of a tensor, for errors: a file."""
+        """Return the origin of a tensor, for errors: a file."""
         ...
 
 
@@ -42,7 +42,8 @@ class RandomWeights:
         self._of_norms = 0.0 if architecture.zero_centred_norms else 1.0
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]`` in float32; the whole tensor is drawn so that every layout sees the same numbers."""
+        """Return ``tensor[region]`` in float32; the whole tensor is drawn so that every layout sees the same
+        numbers."""
         shape = self._shapes[tensor]
         if tensor.endswith("norm.weight"):
             plain = tensor.endswith(OUTPUT_NORM)
@@ -57,13 +58,13 @@ class RandomWeights:
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
     def where(self, tensor: str) -> str:
-        """The recipe key that they come from."""
+        """Return the recipe key that they come from."""
         return "model.random_weights"
 
 
 @torch.no_grad()
 def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: WeightSource) -> None:
-    """Fills ``parameters`` (by name) from ``source``; what no block covers (vocabulary padding) becomes zero.
+    """Fill ``parameters`` (by name) from ``source``; what no block covers (vocabulary padding) becomes zero.
 
     Raises ModelError where blocks and parameters do not name the same set, and where a parameter is not finite then.
     """
@@ -83,7 +84,7 @@ def load_blocks(blocks: Sequence[Block], parameters: dict[str, Tensor], source: 
 
 
 def _refuse_nonfinite(tensor: str, dtype: torch.dtype, source: WeightSource) -> None:
-    """Raises ModelError where a tensor is not finite as ``dtype``; of all of it, so that every rank says the same."""
+    """Raise ModelError where a tensor is not finite as ``dtype``; of all of it, so that every rank says the same."""
     whole = source.read(tensor, ())
     given, cast = nonfinite([(tensor, whole)]), nonfinite([(tensor, whole.to(dtype))])
     if given:
@@ -101,7 +102,7 @@ def _refuse_nonfinite(tensor: str, dtype: torch.dtype, source: WeightSource) -> 
 
 
 def window(parameter: Tensor, offset: Sequence[int], region: Region) -> Tensor:
-    """The view of ``parameter`` that begins at ``offset`` and has ``region``'s extents.
+    """Return the view of ``parameter`` that begins at ``offset`` and has ``region``'s extents.
 
     vLLM stacks the matrices of experts in one parameter, which counts as one matrix here (see ``weight_map.Block``).
     """

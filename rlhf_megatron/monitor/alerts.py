@@ -58,7 +58,8 @@ class DeliveryError(Exception):
 
 
 class AlertSender:
-    """Sends alerts one after the other in the background. Use on one rank only; ``close`` gives the last ones time."""
+    """Alerts that are sent one after the other in the background. Use on one rank only; ``close`` gives the last ones
+    time."""
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class AlertSender:
         first_pause: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``tell`` gets one line for each alert that could not be delivered; ``first_pause``: seconds, then doubled.
+        """Set up; ``tell`` gets one line for each alert that could not be delivered; ``first_pause``: seconds, then
+        doubled.
 
         Raises MonitorError where the webhook's variable is not set or holds no http(s) URL.
         """
@@ -80,7 +82,7 @@ class AlertSender:
         self._thread.start()
 
     def send(self, text: str, details: Mapping[str, Any], urgent: bool = False) -> bool:
-        """Queues an alert: JSON {"text", "withheld", **details}. Returns False where the hour's number is used up.
+        """Queue an alert: JSON {"text", "withheld", **details}. Returns False where the hour's number is used up.
 
         Secrets in it are hidden: it goes to people and to services.
         ``urgent`` alerts are sent in any case. ``withheld`` is the number that was not sent since the last one.
@@ -97,7 +99,7 @@ class AlertSender:
         return True
 
     def close(self, seconds: float = 30.0) -> None:
-        """Waits at most so long for what is queued; what is left then is told as lost. May be called twice."""
+        """Wait at most so long for what is queued; what is left then is told as lost. May be called twice."""
         self._waiting.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -111,7 +113,7 @@ class AlertSender:
                 self._deliver("command", partial(run_command, self._settings.command, alert))
 
     def _deliver(self, channel: str, attempt: Callable[[], None]) -> None:
-        """Tries until it works, no attempt can help, or the attempts are used up."""
+        """Try until it works, no attempt can help, or the attempts are used up."""
         for number in range(self._settings.retries + 1):
             try:
                 attempt()
@@ -128,7 +130,7 @@ class AlertSender:
 
 
 def _webhook_in(variable: str) -> HttpClient:
-    """The webhook whose URL an environment variable holds; raises MonitorError without showing it."""
+    """Return the webhook whose URL an environment variable holds; raises MonitorError without showing it."""
     where = f"health.alert.webhook_environment: environment variable {variable}"
     url = read_secret(variable)
     if not url:
@@ -146,7 +148,7 @@ def _webhook_in(variable: str) -> HttpClient:
 
 
 def post(webhook: HttpClient, alert: Mapping[str, Any]) -> None:
-    """Posts an alert as JSON; raises DeliveryError, in whose text the URL does not appear."""
+    """Post an alert as JSON; raises DeliveryError, in whose text the URL does not appear."""
     try:
         # Nothing of what is said to an alert is of use. A redirected one would go on without its body.
         answer = webhook.post(json.dumps(alert, default=str).encode(), HTTP_SECONDS, most_bytes=1)
@@ -157,7 +159,7 @@ def post(webhook: HttpClient, alert: Mapping[str, Any]) -> None:
 
 
 def run_command(command: Sequence[str], alert: Mapping[str, Any]) -> None:
-    """Runs a command with the alert as JSON on its standard input; raises DeliveryError where it fails.
+    """Run a command with the alert as JSON on its standard input; raises DeliveryError where it fails.
 
     No shell sees it, so nothing in a message is carried out; {message} in an argument becomes the alert's text.
     """

@@ -126,7 +126,7 @@ def round_numbers(low: float, high: float, count: int) -> list[float]:
 
 
 def _drawable(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """The points that an axis can be divided for."""
+    """Return the points that an axis can be divided for."""
     kept = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) < LARGEST_DRAWN]
     return [step for step, _ in kept], [value for _, value in kept]
 

@@ -12,9 +12,9 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Column:
-    """One column: `read` gives the number of a step or None, `write` its text of at most `width` characters.
+    """One column: ``read`` gives the number of a step or None, ``write`` its text of at most ``width`` characters.
 
-    Where a terminal is too narrow, those that are not `essential` go first and together, then the last ones.
+    Where a terminal is too narrow, those that are not ``essential`` go first and together, then the last ones.
     """
 
     heading: str
@@ -26,8 +26,8 @@ class Column:
     otherwise: Column | None = None
 
     def text(self, metrics: Metrics) -> str:
-        """Return the cell of a step, and `nan` or `inf` in words; where the step lacks the metric, that of the column
-        `otherwise`, or ""."""
+        """Return the cell of a step, and ``nan`` or ``inf`` in words; where the step lacks the metric, that of the
+        column ``otherwise``, or ""."""
         value = self.read(metrics)
         if value is None:
             return self.otherwise.text(metrics) if self.otherwise else ""
@@ -35,7 +35,7 @@ class Column:
 
 
 def metric(*names: str) -> Callable[[Metrics], float | None]:
-    """Return a reader of the first of `names` that a step has."""
+    """Return a reader of the first of ``names`` that a step has."""
 
     def read(metrics: Metrics) -> float | None:
         return next((metrics[name] for name in names if name in metrics), None)
@@ -44,7 +44,7 @@ def metric(*names: str) -> Callable[[Metrics], float | None]:
 
 
 def mean_over_sources(name: str) -> Callable[[Metrics], float | None]:
-    """Return a reader of the mean of eval/SOURCE/`name` over the sources, each counting once."""
+    """Return a reader of the mean of eval/SOURCE/``name`` over the sources, each counting once."""
 
     def read(metrics: Metrics) -> float | None:
         values = [value for key, value in metrics.items() if key.startswith("eval/") and key.endswith(f"/{name}")]

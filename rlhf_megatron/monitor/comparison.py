@@ -20,7 +20,7 @@ class Differences:
 
 
 def recipe_differences(runs: Sequence[RunView]) -> Differences:
-    """The keys in which the recipes of runs differ, and the versions of a run's own recipe."""
+    """Return the keys in which the recipes of runs differ, and the versions of a run's own recipe."""
     columns = [
         (" ".join(filter(None, [run.label if len(runs) > 1 else "", steps])), recipe)
         for run in runs
@@ -48,13 +48,14 @@ _SAME = ("loop", "data", "batch", "reward", "evaluation")
 
 
 def apart(runs: Sequence[RunView]) -> list[str]:
-    """The sections of the recipes by which the runs' batches differ; seeds draw the same rows in another order."""
+    """Return the sections of the recipes by which the runs' batches differ; seeds draw the same rows in another
+    order."""
     return [key for key in _SAME if any(run.recipe.get(key) != runs[0].recipe.get(key) for run in runs)]
 
 
 def compared(runs: Sequence[RunView]) -> list[Compared]:
-    """The headlines of several runs beside each other; the best is marked where more, or less, is better, and batches
-    are equal."""
+    """Return the headlines of several runs beside each other; the best is marked where more, or less, is better, and
+    batches are equal."""
     if len(runs) == 1:
         return []
     rows, unequal = [], apart(runs)

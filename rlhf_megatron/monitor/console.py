@@ -35,17 +35,18 @@ STEP_WIDTH = 5
 
 
 class Console:
-    """Shows the steps of a run as they end and the phase that is running now.
+    """Display of the steps of a run as they end and the phase that is running now.
 
     On a terminal: a table with the last 12 steps, a curve of the headline metric, and a line with the running phase;
     lines printed by others appear above it. Elsewhere: one line per step, a header every 20 steps, and a line about a
-    phase only when it takes long. Use as a context manager, or call `close`.
+    phase only when it takes long. Use as a context manager, or call ``close``.
     """
 
     def __init__(
         self, loop: str, total_steps: int | None = None, title: str = "", stream: TextIO | None = None
     ) -> None:
-        """`loop` is the recipe's; `stream` is stdout unless given (its isatty() decides between table and lines)."""
+        """Set up; ``loop`` is the recipe's; ``stream`` is stdout unless given (its isatty() decides between table and
+        lines)."""
         self._columns: tuple[Column, ...] = COLUMNS[loop]
         self._headline, self._headline_name = HEADLINE[loop], HEADLINE_NAME[loop]
         self._total_steps = total_steps
@@ -142,7 +143,7 @@ class Console:
         self._write("  ".join([f"{step:{STEP_WIDTH}d}", *cells]))
 
     def _print_more(self, step: int, metrics: Metrics) -> None:
-        """Prints metrics that came in for a step after its line: those cells alone, with their headings."""
+        """Print metrics that came in for a step after its line: those cells alone, with their headings."""
         cells = [f"{column.heading} {text}" for column in self._columns if (text := column.text(metrics))]
         if cells:
             self._write("  ".join([f"{step:{STEP_WIDTH}d}", *cells]))
@@ -196,7 +197,7 @@ def _cell(text: str) -> Text:
 
 
 def fitting_columns(columns: tuple[Column, ...], available: int) -> list[Column]:
-    """Return the columns that fit beside the step column into `available` characters, two between neighbours."""
+    """Return the columns that fit beside the step column into ``available`` characters, two between neighbours."""
 
     def needed(chosen: list[Column]) -> int:
         return STEP_WIDTH + sum(column.width + 2 for column in chosen)
@@ -217,7 +218,7 @@ def clock(duration: float) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw finite values as at most `width` block characters; more values than that are averaged in bins."""
+    """Draw finite values as at most ``width`` block characters; more values than that are averaged in bins."""
     bins = min(width, len(values))
     edges = [len(values) * index // bins for index in range(bins + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

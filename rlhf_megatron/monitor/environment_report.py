@@ -54,7 +54,7 @@ ENVIRONMENT_VARIABLES = (
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets, be they given as `a.api_key=x`, `--api-key x`, or inside of YAML."""
+    """Return a command line without secrets, be they given as ``a.api_key=x``, ``--api-key x``, or inside of YAML."""
     hidden: list[str] = []
     next_is_secret = False
     for argument in arguments:
@@ -65,7 +65,8 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def redact_argument(argument: str) -> str:
-    """Return one argument without secrets; `name=value` is looked into as YAML, and stays as it is if it holds none."""
+    """Return one argument without secrets; ``name=value`` is looked into as YAML, and stays as it is if it holds
+    none."""
     name, separator, text = argument.partition("=")
     if separator and is_secret_name(name):
         return f"{name}={HIDDEN}"
@@ -104,7 +105,8 @@ def environment_report() -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return package -> version for those of PACKAGES that are installed; a renamed wheel is written `name version`."""
+    """Return package -> version for those of PACKAGES that are installed; a renamed wheel is written
+    ``name version``."""
     versions = {}
     for package, names in PACKAGES.items():
         for name in names:
@@ -118,7 +120,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state(source: Path) -> dict[str, Any] | None:
-    """Return {"commit", "branch", "dirty"} of the checkout that `source` is tracked in, or None.
+    """Return {"commit", "branch", "dirty"} of the checkout that ``source`` is tracked in, or None.
 
     A folder that merely lies inside someone else's checkout (an installed package in a project's .venv) counts as none.
     """

@@ -30,7 +30,7 @@ class JsonlTracker:
     is_local: ClassVar[bool] = True
 
     def __init__(self, path: Path) -> None:
-        """Goes on behind what is there; damaged lines are moved out of the way, which is told."""
+        """Go on behind what is there; damaged lines are moved out of the way, which is told."""
         set_huge_aside(path, MOST_BYTES)
         if path.exists():
             set_damaged_aside(path, lambda line: record_of(line) is not None)
@@ -96,7 +96,7 @@ class CsvTracker:
 
 
 def _append(file: io.FileIO, text: str) -> None:
-    """Writes a whole record to the end of an unbuffered file, or nothing of it; raises OSError then."""
+    """Write a whole record to the end of an unbuffered file, or nothing of it; raises OSError then."""
     content, before = text.encode(), os.fstat(file.fileno()).st_size
     try:
         if file.write(content) != len(content):
@@ -120,7 +120,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _is_table(path: Path) -> bool:
-    """Returns whether a file is a table of steps as this tracker writes it, to its end."""
+    """Return whether a file is a table of steps as this tracker writes it, to its end."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)

@@ -47,7 +47,7 @@ class GpuState:
 
 
 def read_gpu(uuid: str) -> GpuState:
-    """Reads the GPU of a UUID, with or without the prefix "GPU-". Takes some milliseconds.
+    """Read the GPU of a UUID, with or without the prefix "GPU-". Takes some milliseconds.
 
     Raises GpuUnreadable without nvidia-ml-py, without a driver, or for an unknown UUID.
     """
@@ -64,7 +64,7 @@ def read_gpu(uuid: str) -> GpuState:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """pynvml between its start and its end."""
+    """Give pynvml between its start and its end."""
     try:
         import pynvml
     except ImportError:
@@ -80,7 +80,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _state(nvml: Any, handle: Any, name: str, memory: Any) -> GpuState:
-    """All that is asked after the handle and the memory; each single question may go unanswered."""
+    """Return all that is asked after the handle and the memory; each single question may go unanswered."""
 
     def asked(question: Callable[..., Any], *arguments: Any) -> Any:
         return _asked(nvml, question, handle, *arguments)
@@ -115,10 +115,10 @@ class GpuUse:
 
 
 class GpuMeter:
-    """Samples one GPU in a thread for as long as it is open."""
+    """Sampler of one GPU in a thread for as long as it is open."""
 
     def __init__(self, uuid: str, interval: float = 1.0) -> None:
-        """Begins at once, a sample each ``interval`` seconds; raises GpuUnreadable as ``read_gpu``."""
+        """Begin at once, a sample each ``interval`` seconds; raises GpuUnreadable as ``read_gpu``."""
         self._open = contextlib.ExitStack()
         self._nvml = self._open.enter_context(_nvml())
         try:
@@ -134,7 +134,7 @@ class GpuMeter:
         self._thread.start()
 
     def take(self) -> GpuUse:
-        """Returns the utilization since the last call, of which there is a sample however short that was."""
+        """Return the utilization since the last call, of which there is a sample however short that was."""
         if not self._utilization or not self._temperature:
             self._sample()
         energy, now = self._joules(), time.monotonic()
@@ -148,7 +148,7 @@ class GpuMeter:
         return GpuUse(fmean(utilization) if utilization else None, watts, max(temperature, default=None))
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ended.set()
         self._thread.join()
         self._open.close()
@@ -166,7 +166,7 @@ class GpuMeter:
             self._temperature += [] if degrees is None else [degrees]
 
     def _joules(self) -> float | None:
-        """The energy in joules that the GPU has used since the driver was loaded."""
+        """Return the energy in joules that the GPU has used since the driver was loaded."""
         millijoules = _asked(self._nvml, self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._handle)
         return None if millijoules is None else millijoules / 1000
 
@@ -176,7 +176,7 @@ def _full_name(uuid: str) -> str:
 
 
 def _asked(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The driver's answer, or None where there is none."""
+    """Return the driver's answer, or None where there is none."""
     try:
         return question(*arguments)
     except nvml.NVMLError:

@@ -49,7 +49,7 @@ class Token:
 
 @dataclass(frozen=True)
 class KeptRow:
-    """One response with what is known of it; `wrong` is None where the reward says nothing of right and wrong."""
+    """One response with what is known of it; ``wrong`` is None where the reward says nothing of right and wrong."""
 
     kind: Kind
     step: int
@@ -110,7 +110,7 @@ def read_rows(
 
 
 def _values(file: pq.ParquetFile, path: Path) -> Iterator[Mapping[str, Any]]:
-    """The known columns of each row, decoded a few rows at a time so that a small file cannot fill the memory."""
+    """Yield the known columns of each row, decoded a few rows at a time so that a small file cannot fill the memory."""
     known = [field.name for field in file.schema_arrow if _is_known(field)]
     claimed = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
     if file.metadata.num_rows > MOST_ROWS or claimed > MOST_BYTES:
@@ -176,7 +176,8 @@ def _row(values: Mapping[str, Any], kind: Kind, step: int, number: int, correct_
 
 
 def _tokens(values: Mapping[str, Any]) -> list[Token]:
-    """The response's tokens: those from the first sampled one on. Empty where lists are missing or differ in length."""
+    """Return the response's tokens: those from the first sampled one on. Empty where lists are missing or differ in
+    length."""
     sampled, texts = values.get("sampled"), values.get("token_texts")
     if not sampled or not texts or len(sampled) != len(texts) or True not in sampled:
         return []

@@ -36,20 +36,20 @@ TURNS = pa.list_(pa.struct({"sampled": pa.bool_(), "text": pa.string(), "reward"
 
 
 def notes_schema(part_names: Sequence[str]) -> pa.Schema:
-    """Columns of the table of prompts and scores, ``part_names`` being those of the reward."""
+    """Return the columns of the table of prompts and scores, ``part_names`` being those of the reward."""
     texts = dict.fromkeys(("data_source", "ground_truth"), pa.string())
     parts = {f"reward_{name}": pa.float32() for name in part_names}
     return pa.schema({"digest": pa.int64(), **texts, **parts})
 
 
 def digest_of(token_ids: Sequence[int]) -> int:
-    """A number by which ranks name a row that each has in its own form; equal rows have one."""
+    """Return a number by which ranks name a row that each has in its own form; equal rows have one."""
     content = b"".join(token.to_bytes(4, "little") for token in token_ids)
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def kept_table(held: pa.Table, outputs: pa.Table, notes: pa.Table, step: int, decode: Decode) -> pa.Table:
-    """One row for each of ``held``, in the order of their ids, with what the other tables know of it, else null.
+    """Return one row for each of ``held``, in the order of their ids, with what the other tables know of it, else null.
 
     ``response`` is all that follows the prompt; ``turns`` has it in pieces, by who wrote them, with the reward that an
     environment has given for each.
@@ -68,8 +68,8 @@ def kept_table(held: pa.Table, outputs: pa.Table, notes: pa.Table, step: int, de
 
 
 def columns_for_people(table: pa.Table) -> dict[str, list[Any]]:
-    """The columns of a ``kept_table`` with one text or number for each row, without lists of tokens; of several turns
-    their number, and their rewards in one text."""
+    """Return the columns of a ``kept_table`` with one text or number for each row, without lists of tokens; of several
+    turns their number, and their rewards in one text."""
     shown = [field.name for field in table.schema if not pa.types.is_list(field.type)]
     columns = {name: table[name].to_pylist() for name in shown}
     turns = table["turns"].to_pylist() if "turns" in table.column_names else []
@@ -83,7 +83,7 @@ def columns_for_people(table: pa.Table) -> dict[str, list[Any]]:
 def _kept(
     held: Mapping[str, Any], outputs: Mapping[str, Any], notes: Mapping[str, Any], step: int, decode: Decode
 ) -> dict[str, Any]:
-    """One row of ``kept_table``."""
+    """Return one row of ``kept_table``."""
     tokens, sampled = held["tokens"], held["sampled"]
     begin = sampled.index(True) if True in sampled else len(tokens)
     rewards = held["turn_rewards"]
@@ -117,7 +117,7 @@ def _kept(
 
 
 def _runs(marks: Sequence[bool], offset: int) -> list[tuple[int, int]]:
-    """(first, beyond the last) of each run of equal marks, counted from ``offset``."""
+    """Return (first, beyond the last) of each run of equal marks, counted from ``offset``."""
     edges = [0, *(position for position in range(1, len(marks)) if marks[position] != marks[position - 1]), len(marks)]
     return [(offset + first, offset + last) for first, last in itertools.pairwise(edges) if first < last]
 

@@ -33,7 +33,7 @@ OF_THE_MACHINE = (
 
 
 class MonitorSettings(Protocol):
-    """The part of the recipe's `monitor` section that is read here."""
+    """The part of the recipe's ``monitor`` section that is read here."""
 
     @property
     def trackers(self) -> Sequence[str]:
@@ -41,7 +41,7 @@ class MonitorSettings(Protocol):
 
 
 class MetricsLogger:
-    """Writes the metrics of every step to metrics.jsonl and to the trackers. Use on one rank only.
+    """Writer of the metrics of every step to metrics.jsonl and to the trackers. Use on one rank only.
 
     metrics.jsonl is always written, whatever the recipe's list says: plots, reports and comparisons read it.
     A tracker that is not a local file may fail while a run goes on (a server that is away): that is told on stderr and
@@ -56,9 +56,9 @@ class MetricsLogger:
         run_settings: Mapping[str, Any] | None = None,
         first_step: int = 1,
     ) -> None:
-        """Open every tracker; `run_settings` is the resolved recipe as a plain mapping, shown by trackers that can.
+        """Open every tracker; ``run_settings`` is the resolved recipe as a plain mapping, shown by trackers that can.
 
-        `first_step`: the first that will be logged, beyond 1 where a run resumes.
+        ``first_step``: the first that will be logged, beyond 1 where a run resumes.
 
         Raises MonitorError (one line) for an unknown tracker, a missing package, or a tracker that cannot start.
         """
@@ -90,7 +90,7 @@ class MetricsLogger:
                 self._log_or_warn(name, tracker, step, numbers)
 
     def log_rollouts(self, step: int, table: pa.Table) -> None:
-        """Hand rows of `kept_table` to the trackers that show tables; one that fails is warned of, and goes on."""
+        """Hand rows of ``kept_table`` to the trackers that show tables; one that fails is warned of, and goes on."""
         self._hand(
             TableTracker, f"rollouts of step {step}", lambda to: to.log_rollouts(step, columns_for_people(table))
         )
@@ -110,7 +110,7 @@ class MetricsLogger:
                     print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _write_waiting(self, name: str, tracker: Tracker) -> None:
-        """Writes what a local file has not got yet; warns where it has no room, once until it has."""
+        """Write what a local file has not got yet; warns where it has no room, once until it has."""
         waiting = self._waiting[name]
         try:
             while waiting:
@@ -178,7 +178,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl in the order of writing: "step" and numbers, None where one was not finite.
+    """Return the records of metrics.jsonl in the order of writing: "step" and numbers, None where one was not finite.
 
     A damaged last line, as a killed run leaves it, is skipped; one elsewhere raises MonitorError with file and line
     number. (A run that goes on has such lines moved out of the way before, see file_trackers.py.)
@@ -198,7 +198,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> dict[int, dict[str, float | None]]:
-    """step -> its metrics, steps ascending; errors as in ``read_records``.
+    """Return step -> its metrics, steps ascending; errors as in ``read_records``.
 
     A step that was logged more than once (an evaluation beside a training step, or a step repeated after a resume) is
     merged, the later value wins.
@@ -210,7 +210,8 @@ def read_steps(path: Path) -> dict[int, dict[str, float | None]]:
 
 
 def steps_before(path: Path, first_step: int) -> dict[int, dict[str, float]]:
-    """``read_steps`` of the steps that a run which resumes keeps, NaN for None; none where the file is not there."""
+    """Return ``read_steps`` of the steps that a run which resumes keeps, NaN for None; none where the file is not
+    there."""
     steps = read_steps(path) if path.exists() else {}
     return {
         step: {name: math.nan if value is None else value for name, value in values.items()}
@@ -220,7 +221,8 @@ def steps_before(path: Path, first_step: int) -> dict[int, dict[str, float]]:
 
 
 def comparable(steps: Mapping[int, Mapping[str, Any]], *besides: str) -> dict[int, dict[str, Any]]:
-    """The metrics of steps without those of the machine, and without names that begin with one of ``besides``."""
+    """Return the metrics of steps without those of the machine, and without names that begin with one of
+    ``besides``."""
     left_out = (*OF_THE_MACHINE, *besides)
     return {
         step: {name: value for name, value in values.items() if not name.startswith(left_out)}
@@ -229,7 +231,7 @@ def comparable(steps: Mapping[int, Mapping[str, Any]], *besides: str) -> dict[in
 
 
 def read_metrics(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """``read_steps`` as one series per metric: name -> (steps ascending, values), NaN for None."""
+    """Return ``read_steps`` as one series per metric: name -> (steps ascending, values), NaN for None."""
     series: dict[str, tuple[list[int], list[float]]] = {}
     for step, values in read_steps(path).items():
         for name, value in values.items():

@@ -57,7 +57,7 @@ _SPEED = ("perf/", "train/step_time_ms")
 
 
 def write_page(runs: Mapping[str, Path], output: Path, title: str = "") -> None:
-    """Writes the page of run folders, by label; raises MonitorError where one has no metrics or the page no place."""
+    """Write the page of run folders, by label; raises MonitorError where one has no metrics or the page no place."""
     views = [view_of(label, folder) for label, folder in runs.items()]
     text = render("overview.html.j2", title or " / ".join(runs), live=False, **overview_values(views, runs))
     try:
@@ -98,9 +98,9 @@ def correct_from(recipe: Mapping[str, Any]) -> float | None:
 
 
 def view_of(label: str, folder: Path, live: bool = False) -> RunView:
-    """Reads a run's view from its folder; raises MonitorError where it has no metrics.
+    """Read a run's view from its folder; raises MonitorError where it has no metrics.
 
-    `live`: now is when somebody looks, so a run that has been silent for long is in trouble.
+    ``live``: now is when somebody looks, so a run that has been silent for long is in trouble.
     What else there is and cannot be read is named under the facts.
     """
     metrics = folder / "metrics.jsonl"
@@ -151,7 +151,8 @@ def _finite(points: Points) -> Points:
 
 
 def _without_secrets(values: dict[str, Any], text: str, write: Callable[[Any], str]) -> tuple[dict[str, Any], str]:
-    """A file's values and text without secrets, which earlier versions and other programs may have left in it."""
+    """Return a file's values and text without secrets, which earlier versions and other programs may have left in
+    it."""
     hidden = redact(values)
     if isinstance(values.get("argv"), list):  # in it, names and values are one text, or two
         hidden["argv"] = redact_arguments([str(argument) for argument in values["argv"]])
@@ -168,21 +169,21 @@ def _as_json(value: Any) -> str:
 
 
 def _extent(series: Mapping[str, Points], recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """(last step, all steps); 0 steps where the recipe says none."""
+    """Return (last step, all steps); 0 steps where the recipe says none."""
     steps = recipe.get("steps")
     last = max((points[0][-1] for points in series.values()), default=0)
     return last, steps if type(steps) is int and steps > 0 else 0
 
 
 def _ending(events: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """(what, why) of the last attempt's end, None while it goes on."""
+    """Return (what, why) of the last attempt's end, None while it goes on."""
     begun = max((index for index, event in enumerate(events) if event["what"] in ("start", "restart")), default=0)
     endings = [event for event in events[begun:] if event["what"] not in ("start", "restart", "resume")]
     return (endings[-1]["what"], str(endings[-1].get("why", ""))) if endings else None
 
 
 def _state(ending: tuple[str, str] | None, step: int, steps: int) -> str:
-    """The state of the run, by its last event."""
+    """Return the state of the run, by its last event."""
     extent = f"step {step} of {steps}" if steps else f"step {step}"
     if ending and ending[0] != "done":
         return f"{extent}, {ending[0].replace('_', ' ')}: {ending[1]}"
@@ -196,7 +197,7 @@ def _facts(
     environment: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]],
 ) -> list[tuple[str, str]]:
-    """Model, sizes, hardware and what the run has cost, as far as they are known."""
+    """Return model, sizes, hardware and what the run has cost, as far as they are known."""
     facts: list[tuple[str, str]] = []
     model = section_of(recipe, "model")
     if model.get("path"):
@@ -262,7 +263,7 @@ def _headlines(series: Mapping[str, Points]) -> list[Headline]:
 
 
 def _phases(series: Mapping[str, Points]) -> list[tuple[str, float, float]]:
-    """(phase, median seconds of the steps that had it, share of all phases' time), the longest first."""
+    """Return (phase, median seconds of the steps that had it, share of all phases' time), the longest first."""
     totals = {name: sum(values) for name, (_, values) in series.items() if name.startswith("time/")}
     everything = sum(totals.values()) or 1.0
     return sorted(
@@ -272,7 +273,8 @@ def _phases(series: Mapping[str, Points]) -> list[tuple[str, float, float]]:
 
 
 def _network(series: Mapping[str, Points]) -> list[tuple[str, list[str]]]:
-    """(phase, median seconds, those in which the link was busy, MB, planned MB and seconds), the busiest first."""
+    """Return (phase, median seconds, those in which the link was busy, MB, planned MB and seconds), the busiest
+    first."""
     medians = {name: median(values) for name, (_, values) in series.items() if name.startswith(("network/", "time/"))}
     phases = [name[len("network/") : -len("_mb")] for name in medians if name.endswith("_mb")]
     phases = [phase for phase in phases if not phase.endswith("_planned")]
@@ -284,7 +286,7 @@ def _network(series: Mapping[str, Points]) -> list[tuple[str, list[str]]]:
 
 
 def _evaluations(series: Mapping[str, Points]) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Names of what evaluations measured, and (step, values) of each; intervals stand behind their means."""
+    """Return the names of what evaluations measured, and (step, values) of each; intervals stand behind their means."""
     names = [name for name in sorted(series) if name.startswith("eval/") and not name.endswith(("_low", "_high"))]
     by_name = {name: dict(zip(*series[name], strict=True)) for name in series if name.startswith("eval/")}
     rows = []
@@ -299,7 +301,7 @@ def _evaluations(series: Mapping[str, Points]) -> tuple[list[str], list[tuple[in
 
 
 def _curve(name: str, points: Points) -> Curve:
-    """A metric's numbers, and its curve of at most SPARK_POINTS points, each the mean of as many values."""
+    """Return a metric's numbers, and its curve of at most SPARK_POINTS points, each the mean of as many values."""
     values = points[1]
     size = max(1, math.ceil(len(values) / SPARK_POINTS))
     means = [sum(part) / len(part) for part in (values[at : at + size] for at in range(0, len(values), size))]
@@ -310,7 +312,8 @@ def _curve(name: str, points: Points) -> Curve:
 
 
 def _recipes(files: FilesOfRun, folder: Path, newest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """(steps, recipe) of each version of a run's recipe, the oldest first; the steps are "" where there is but one."""
+    """Return (steps, recipe) of each version of a run's recipe, the oldest first; the steps are "" where there is but
+    one."""
     recipes, first_step = list[tuple[str, dict[str, Any]]](), 1
     for version in versions_of(folder):
         if version.last_step < math.inf:

@@ -41,10 +41,10 @@ class PageSettings(Protocol):
 
 
 class PageProcess:
-    """Serves the page of a run until it is closed."""
+    """Process that serves the page of a run until it is closed."""
 
     def __init__(self, folder: Path, settings: PageSettings) -> None:
-        """Raises MonitorError where the port cannot be had, or the token of the environment is too short."""
+        """Raise MonitorError where the port cannot be had, or the token of the environment is too short."""
         assert settings.port is not None
         token = page_token()
         listening = listening_socket(settings.address, settings.port, "monitor.page")
@@ -60,7 +60,7 @@ class PageProcess:
         self.warning = "" if is_loopback(settings.address) else "; not encrypted: the network can read its token"
 
     def close(self) -> None:
-        """Ends the process. May be called twice."""
+        """End the process. May be called twice."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -72,7 +72,7 @@ class PageProcess:
 
 
 def main() -> None:
-    """Serves on the socket of the second argument the run folder of the third, until standard input ends."""
+    """Serve on the socket of the second argument the run folder of the third, until standard input ends."""
     listening, folder = socket.socket(fileno=int(sys.argv[2])), Path(sys.argv[3])
     with PageServer(Pages({folder.name: folder}), page_token(), listening) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,6 +1,6 @@
 """The page of runs over HTTP, for whoever has the token: the overview, its newest numbers, and the rollout browser.
 
-Reads the runs' folders at each request and writes nothing. One process serves it: `tools/watch.py`, or beside rank 0.
+Reads the runs' folders at each request and writes nothing. One process serves it: ``tools/watch.py``, or beside rank 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def page_token() -> str:
 
 
 def listening_socket(address: str, port: int, where: str) -> socket.socket:
-    """Return a socket that listens; raises MonitorError, beginning with `where`, where it cannot."""
+    """Return a socket that listens; raises MonitorError, beginning with ``where``, where it cannot."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=MOST_CONNECTIONS)
@@ -90,7 +90,8 @@ class Pages:
             return overview_values(without_text, self._runs) | {"rollouts": None}
 
     def _view(self, label: str, folder: Path) -> RunView:
-        """The view of a run; that of its files as they are is made once, and once more where it may be silent."""
+        """Return the view of a run; that of its files as they are is made once, and once more where it may be
+        silent."""
         state = _state_of(folder)
         known = self._views.get(label)
         if known is None or known[0] != state:
@@ -114,7 +115,7 @@ def _changed(path: Path) -> tuple[int, int] | None:
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """Serves pages on a socket that listens already, to requests with the token."""
+    """Server of pages on a socket that listens already, to requests with the token."""
 
     daemon_threads = True
 
@@ -131,32 +132,32 @@ class PageServer(http.server.ThreadingHTTPServer):
         self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """As the parent does, for so many connections at a time; others are closed."""
+        """Do as the parent does, for so many connections at a time; others are closed."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """As the parent does."""
+        """Do as the parent does."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that has gone is no news."""
+        """Say nothing: a reader that has gone is no news."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Handler of one connection."""
 
     server: PageServer
     server_version, sys_version = "rlhf_megatron", ""
     timeout = SECONDS_OF_A_CONNECTION
 
     def do_GET(self) -> None:
-        """Answers with a page, or says in a line why not."""
+        """Answer with a page, or say in a line why not."""
         path, _, query_text = self.path.partition("?")
         try:
             pairs = urllib.parse.parse_qsl(query_text[:_LONGEST_QUERY], keep_blank_values=True, max_num_fields=40)
@@ -199,7 +200,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(500, f"the page cannot be made ({type(error).__name__})\n", "text/plain")
 
     def _let_in(self, path: str, token: str) -> None:
-        """The token moves from the address, which browsers remember and show, into a cookie."""
+        """Move the token from the address, which browsers remember and show, into a cookie."""
         self.send_response(303)
         self.send_header("Location", path if path in ("/", "/rollouts") else "/")
         self.send_header("Set-Cookie", f"{self.server.cookie}={token}; Path=/; HttpOnly; SameSite=Strict")
@@ -208,7 +209,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def _access(self) -> Access | None:
-        """The access of this request, by the token in its header or cookie."""
+        """Return the access of this request, by the token in its header or cookie."""
         cookies = (pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";"))
         own = [value for name, _, value in cookies if name == self.server.cookie]
         tokens = [bearer_token(self.headers.get("Authorization", "")), *own]
@@ -234,4 +235,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: the first address of each reader has the token in it."""
+        """Log nothing: the first address of each reader has the token in it."""

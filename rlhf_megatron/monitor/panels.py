@@ -17,7 +17,7 @@ POINTS_THAT_NEED_SMOOTHING = 24
 class Panel:
     """One panel: metrics by name, or every eval/SOURCE/METRIC for a name that is "eval/*/METRIC".
 
-    An axis spans at least `floor`: less is noise, which would otherwise fill the panel like a signal.
+    An axis spans at least ``floor``: less is noise, which would otherwise fill the panel like a signal.
     """
 
     title: str
@@ -110,7 +110,7 @@ def is_logarithmic(panel: Panel, values: Sequence[float]) -> bool:
 
 
 def axis_bounds(values: Sequence[float], floor: float) -> tuple[float, float]:
-    """Return (low, high) of an axis around values, at least `floor` apart and from 0 where that is near."""
+    """Return (low, high) of an axis around values, at least ``floor`` apart and from 0 where that is near."""
     low, high = min(values), max(values)
     if high - low >= floor and high > low:
         margin = 0.05 * (high - low)

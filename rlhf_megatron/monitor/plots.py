@@ -43,7 +43,7 @@ LARGEST_DRAWN = 1e100
 
 
 def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
-    """Draw the curves of a run into one PNG; `title` is the run folder's name unless given.
+    """Draw the curves of a run into one PNG; ``title`` is the run folder's name unless given.
 
     A run with rewards gets reward, held-out accuracy, response length, entropy, KL, mismatch and the seconds of each
     phase; a run with pairs or of supervised training gets the panels of its kind. Those without a value are left out.
@@ -53,7 +53,7 @@ def plot_run(metrics_path: Path, out_png: Path, title: str = "") -> None:
 
 
 def plot_comparison(runs: dict[str, Path], out_png: Path, title: str = "") -> None:
-    """Draw several runs into the same panels; `runs` is label -> metrics.jsonl, of one kind of loop.
+    """Draw several runs into the same panels; ``runs`` is label -> metrics.jsonl, of one kind of loop.
 
     Seconds per phase are left out. Raises MonitorError as plot_run does, and where nothing is common to draw.
     """
@@ -100,7 +100,7 @@ def _read(path: Path) -> Series:
 
 
 def _drawn(value: float) -> float:
-    """A value as it is drawn: not, where it is beyond what axes can be divided for."""
+    """Return a value as it is drawn: not, where it is beyond what axes can be divided for."""
     return value if abs(value) < LARGEST_DRAWN else math.nan
 
 
@@ -151,7 +151,7 @@ def _draw(
 
 
 def _draw_panel(axes: Axes, panel: Panel, curves: Series, colours: Mapping[str, str], extent: tuple[int, int]) -> None:
-    """``colours``: of the curves by name; without them it is the one curve of the panel's own colour."""
+    """Draw a panel; ``colours``: of the curves by name; without them it is the one curve of the panel's own colour."""
     _dress(axes, panel.title, panel.unit)
     for name, (steps, values) in sorted(curves.items()):
         label = name.replace("$", r"\$")  # two of them would begin and end a formula

@@ -21,7 +21,7 @@ class Profiler:
     """One rank's. It does nothing in steps and on ranks that the recipe does not choose."""
 
     def __init__(self, section: ProfileSection, run: RunFolder, rank: int, world: int) -> None:
-        """Raises MonitorError for ranks that are not there, and for nsys without a GPU."""
+        """Raise MonitorError for ranks that are not there, and for nsys without a GPU."""
         missing = [chosen for chosen in section.ranks if not 0 <= chosen < world]
         if section.steps and missing:
             raise MonitorError(f"monitor.profile.ranks: there is no rank {missing[0]} of {world}")
@@ -35,7 +35,7 @@ class Profiler:
         self._times: Counter[str] = Counter()  # of each phase in this step
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         if step in self._section.steps and self._rank in self._section.ranks:
             self._step = step
             self._times.clear()
@@ -45,7 +45,7 @@ class Profiler:
                 self._start_timer()
 
     def end(self) -> None:
-        """It has ended, and nsys closes what it has recorded."""
+        """Note that it has ended: nsys closes what it has recorded."""
         if self._step is not None and self._section.tool == "nsys":
             if self._timer:
                 self._timer.cancel()
@@ -65,7 +65,8 @@ class Profiler:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step: a range for nsys; files of torch's profiler if the recipe names it, when it ends."""
+        """Mark a phase of the step: a range for nsys; files of torch's profiler if the recipe names it, when it
+        ends."""
         if self._step is None:
             yield
         elif self._section.tool == "nsys":
@@ -78,7 +79,7 @@ class Profiler:
             yield
 
     def span(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """A named part of a phase."""
+        """Return a named part of a phase."""
         if self._step is None:
             return contextlib.nullcontext()
         return torch.cuda.nvtx.range(name) if self._section.tool == "nsys" else torch.profiler.record_function(name)

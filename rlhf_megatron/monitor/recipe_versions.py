@@ -59,7 +59,7 @@ class Written(NamedTuple):
 
 
 def write_recipe(run: RunFolder, text: str, step: int, source: Path) -> Written:
-    """Writes recipe.yaml of a run that resumes after ``step``, and keeps the recipe of the steps until then.
+    """Write recipe.yaml of a run that resumes after ``step``, and keep the recipe of the steps until then.
 
     Args:
         run: the run's folder.

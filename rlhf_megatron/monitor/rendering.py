@@ -21,7 +21,7 @@ SHADES = (0.02, 0.1, 0.5)
 
 
 def render(body: str, title: str, live: bool, **values: Any) -> str:
-    """Return the whole page around the template `body`."""
+    """Return the whole page around the template ``body``."""
     script = Markup(_static("page.js"))
     return _encodable(
         _templates()
@@ -90,5 +90,5 @@ def _static(name: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Half a pair of UTF-16, which JSON can hold, has no UTF-8."""
+    """Return text without half pairs of UTF-16, which JSON can hold but UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -192,7 +192,7 @@ def _without_secrets(row: KeptRow) -> KeptRow:
 
 
 def _groups(rows: Sequence[KeptRow]) -> list[PromptGroup]:
-    """Rows by step and prompt, in the order of their first rows; samples of an evaluation may lie apart."""
+    """Return rows by step and prompt, in the order of their first rows; samples of an evaluation may lie apart."""
     of_prompt: dict[tuple[int, str], list[KeptRow]] = {}
     for row in rows:
         of_prompt.setdefault((row.step, row.prompt_key), []).append(row)
@@ -228,7 +228,8 @@ def _run_rows(
 
 
 def _edges(rewards: Sequence[float]) -> list[tuple[str, float, float]]:
-    """(label, from, up to and with) of each bar: one for each value where there are few, else BARS of equal width."""
+    """Return (label, from, up to and with) of each bar: one for each value where there are few, else BARS of equal
+    width."""
     values = sorted(set(rewards))
     if len(values) <= BARS:
         return [(f"{value:.3g}", value, value) for value in values]

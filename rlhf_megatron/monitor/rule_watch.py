@@ -23,7 +23,7 @@ class WatchState:
 
 
 def holds(rule: HealthRuleSection, values: Sequence[float]) -> bool:
-    """Returns whether a rule's condition holds for the last of ``values``: finite, oldest first, at most ``window``.
+    """Return whether a rule's condition holds for the last of ``values``: finite, oldest first, at most ``window``.
 
     The standard deviation is the population's. The slope is that of a least-squares line over the window; each half
     must rise at half the rate at least, so that a single jump does not count as growth.
@@ -42,12 +42,13 @@ def holds(rule: HealthRuleSection, values: Sequence[float]) -> bool:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Growth per step of the least-squares line through equally spaced ``values``, at least two of them."""
+    """Return the growth per step of the least-squares line through equally spaced ``values``, at least two of them."""
     return statistics.linear_regression(range(len(values)), values).slope
 
 
 def observe(rule: HealthRuleSection, state: WatchState, value: float) -> tuple[WatchState, bool]:
-    """The state after one more value, and whether the rule speaks now: once, when the condition has held long enough.
+    """Return the state after one more value, and whether the rule speaks now: once, when the condition has held long
+    enough.
 
     Values that are not finite concern not_finite alone; other rules pass over them.
     """
@@ -73,7 +74,7 @@ class Finding:
     value: float
 
     def text(self) -> str:
-        """One line for a person."""
+        """Return one line for a person."""
         rule, limit = self.rule, "" if self.rule.value is None else f"{self.rule.value:g}"
         what = {
             "above": f"above {limit}",
@@ -96,7 +97,7 @@ class RuleWatch:
         self._matching: dict[str, list[int]] = {}
 
     def findings(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
-        """The rules that speak after a step; of equal metrics under several rules each speaks for itself."""
+        """Return the rules that speak after a step; of equal metrics under several rules each speaks for itself."""
         findings = []
         matching = ((index, name) for name in metrics for index in self._rules_of(name))
         for index, metric in sorted(matching, key=lambda pair: pair[0]):
@@ -107,7 +108,7 @@ class RuleWatch:
         return findings
 
     def _rules_of(self, metric: str) -> list[int]:
-        """The rules of a metric; matched once, as a page follows the rules over all steps of a run."""
+        """Return the rules of a metric; matched once, as a page follows the rules over all steps of a run."""
         if metric not in self._matching:
             self._matching[metric] = [
                 index for index, rule in enumerate(self._rules) if fnmatchcase(metric, rule.metric)
@@ -115,7 +116,7 @@ class RuleWatch:
         return self._matching[metric]
 
     def active(self) -> list[tuple[HealthRuleSection, str]]:
-        """Rules whose condition held at the last values of a metric, for long enough, with that metric."""
+        """Return rules whose condition held at the last values of a metric, for long enough, with that metric."""
         return [
             (self._rules[index], metric)
             for (index, metric), state in self._states.items()
@@ -123,6 +124,6 @@ class RuleWatch:
         ]
 
     def unseen(self) -> list[str]:
-        """Metrics of rules that have not come in any step so far."""
+        """Return metrics of rules that have not come in any step so far."""
         seen = {index for index, _ in self._states}
         return [rule.metric for index, rule in enumerate(self._rules) if index not in seen]

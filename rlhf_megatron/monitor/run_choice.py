@@ -9,7 +9,8 @@ from rlhf_megatron.errors import MonitorError
 
 
 def labelled(text: str) -> tuple[str, Path]:
-    """(label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is taken."""
+    """Return (label, metrics file) of an argument. "=" may stand in names and paths: the longest path that exists is
+    taken."""
     parts = text.split("=")
     splits = [("=".join(parts[:count]), Path("=".join(parts[count:]))) for count in range(len(parts))]
     label, path = next((split for split in splits if os.path.exists(split[1])), splits[-1])
@@ -19,7 +20,7 @@ def labelled(text: str) -> tuple[str, Path]:
 
 
 def runs_by_label(arguments: list[str]) -> dict[str, Path]:
-    """label -> metrics file; raises MonitorError where two have the same label."""
+    """Return label -> metrics file; raises MonitorError where two have the same label."""
     runs: dict[str, Path] = {}
     for label, file in map(labelled, arguments):
         if label in runs:

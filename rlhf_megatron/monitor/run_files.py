@@ -31,7 +31,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 class FilesOfRun:
-    """Reads the files of one run; what is there and cannot be read is a line of `problems`."""
+    """Reader of the files of one run; what is there and cannot be read is a line of ``problems``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -31,9 +31,9 @@ _FOLDERS = (
 
 
 class RunFolder:
-    """The folder `root/name` of one run, with a path for everything that a run writes.
+    """The folder ``root/name`` of one run, with a path for everything that a run writes.
 
-    Making the object touches no file, so every rank may hold one; `prepare` is called once, on one rank.
+    Making the object touches no file, so every rank may hold one; ``prepare`` is called once, on one rank.
     """
 
     def __init__(self, root: str | Path, name: str) -> None:
@@ -86,7 +86,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """checkpoints/: the folder of step-N/ and `latest`."""
+        """checkpoints/: the folder of step-N/ and ``latest``."""
         return self.path / "checkpoints"
 
     @property
@@ -126,7 +126,7 @@ class RunFolder:
     def prepare(self, resume: bool = False) -> list[Path]:
         """Make the folder and its subfolders; return what an earlier run's metrics were moved to.
 
-        With `resume` the metrics go on in the same file (a reader takes the last value of a step that was run twice).
+        With ``resume`` the metrics go on in the same file (a reader takes the last value of a step that was run twice).
         Without it those of an earlier run (metrics.jsonl, metrics.csv, tensorboard/, trackers.json) and its recipes are
         moved aside, as metrics.previous-K.jsonl and so on: two runs are never mixed and no number is lost.
         Raises MonitorError if the folder cannot be written, or has something else where a file or folder belongs.
@@ -142,7 +142,7 @@ class RunFolder:
             ) from error
 
     def _check_kinds(self) -> None:
-        """Refuses a pipe in place of a file, a file in place of a folder, and the like."""
+        """Refuse a pipe in place of a file, a file in place of a folder, and the like."""
         for name, wanted in [*((name, stat.S_IFREG) for name in _FILES), *((name, stat.S_IFDIR) for name in _FOLDERS)]:
             path = self.path / name
             if not os.path.lexists(path):
@@ -174,6 +174,6 @@ class RunFolder:
 
 
 def _number_of(path: Path) -> int:
-    """K of NAME.previous-K, 0 for other names."""
+    """Return K of NAME.previous-K, 0 for other names."""
     match = re.fullmatch(r"[\w.-]+\.previous-([0-9]+)(\.\w+)?", path.name)
     return int(match.group(1)) if match else 0

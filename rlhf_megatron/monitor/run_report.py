@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Shows a run and writes its recipe, environment and metrics, the plots and the page.
+    """Display of a run, and writer of its recipe, environment and metrics, the plots and the page.
 
     Attributes:
         console: the terminal.
@@ -36,8 +36,8 @@ class Report:
     """
 
     def __init__(self, run: RunFolder, recipe: Recipe, first_step: int = 1, source: Path | None = None) -> None:
-        """``first_step`` is beyond 1 where the run resumes, from a checkpoint of the run in the folder ``source``, or
-        its own."""
+        """Set up; ``first_step`` is beyond 1 where the run resumes, from a checkpoint of the run in the folder
+        ``source``, or its own."""
         self._run, self._recipe = run, recipe
         moved = run.prepare(resume=first_step > 1)
         with _told(run.recipe):
@@ -59,20 +59,20 @@ class Report:
             self.console.earlier(steps_before(run.metrics, first_step))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes and shows one step."""
+        """Write and show one step."""
         self._logger.log(step, metrics)
         self.console.row(step, metrics)
 
     def rollouts(self, step: int, table: pa.Table) -> None:
-        """Hands kept rows to the trackers that show tables."""
+        """Hand kept rows to the trackers that show tables."""
         self._logger.log_rollouts(step, table)
 
     def model(self, step: int, folder: Path) -> None:
-        """Hands an exported model to the trackers that keep models."""
+        """Hand an exported model to the trackers that keep models."""
         self._logger.log_model(step, folder)
 
     def close(self) -> None:
-        """Draws the plot, writes the page and gives the terminal back."""
+        """Draw the plot, write the page and give the terminal back."""
         self.console.close()
         self._logger.close()
         if self._page:
@@ -91,7 +91,7 @@ class Report:
 
 
 def change_lines(changes: Sequence[tuple[str, list[Any]]], earlier: Path | None) -> list[str]:
-    """Says which keys of the recipe have which values now, and where the recipe of before is; nothing for none."""
+    """Say which keys of the recipe have which values now, and where the recipe of before is; nothing for none."""
     if not changes:
         return []
     lines = [f"  {key}: {shown_value(before)} -> {shown_value(now)}" for key, (before, now) in changes]
@@ -100,7 +100,7 @@ def change_lines(changes: Sequence[tuple[str, list[Any]]], earlier: Path | None)
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Raises MonitorError where a file cannot be written."""
+    """Raise MonitorError where a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -108,7 +108,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _page_of(run: RunFolder, recipe: Recipe) -> PageProcess | None:
-    """The page of the run, if the recipe asks for it; its address is printed."""
+    """Return the page of the run, if the recipe asks for it; its address is printed."""
     if recipe.monitor.page.port is None:
         return None
     from rlhf_megatron.monitor.page_process import PageProcess
@@ -119,7 +119,7 @@ def _page_of(run: RunFolder, recipe: Recipe) -> PageProcess | None:
 
 
 def _or_warn(done: str, action: Callable[[], None]) -> None:
-    """Whatever ails a picture or a page, it is no fault of a run whose steps are all done."""
+    """Warn of whatever ails a picture or a page: it is no fault of a run whose steps are all done."""
     try:
         action()
     except Exception as error:

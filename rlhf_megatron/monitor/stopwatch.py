@@ -10,16 +10,16 @@ import torch
 
 
 class Stopwatch:
-    """Adds up what its stretches take: on a GPU by events on the current stream, else by the clock."""
+    """Sum of what its stretches take: on a GPU by events on the current stream, else by the clock."""
 
     def __init__(self) -> None:
-        """Nothing has been timed yet."""
+        """Begin with nothing timed."""
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """One more stretch."""
+        """Time one more stretch."""
         if not torch.cuda.is_available():
             began = time.perf_counter()
             yield
@@ -32,7 +32,7 @@ class Stopwatch:
         self._events.append((begin, end))
 
     def take(self) -> float:
-        """Milliseconds since the last call; waits for the device to have done the last stretch."""
+        """Return milliseconds since the last call; waits for the device to have done the last stretch."""
         milliseconds, self._seconds = self._seconds * 1000.0, 0.0
         for begin, end in self._events:
             end.synchronize()

@@ -32,7 +32,7 @@ class Clock:
 
 
 def chrome_trace(ranks: Sequence[Sequence[Span]], clocks: Sequence[Clock], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace of all ranks, in rank order: a process for each, its phases nested, its memory beside them.
+    """Return the trace of all ranks, in rank order: a process for each, its phases nested, its memory beside them.
 
     Time 0 is the first beginning on any rank, by the clock of rank 0. ``about`` goes into ``otherData``.
     """

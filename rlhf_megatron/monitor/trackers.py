@@ -148,7 +148,7 @@ class MlflowTracker:
             ) from error
 
     def _goes_on(self, known: str | None) -> bool:
-        """Returns whether the run of that name is open again; not where the server has none, as another one would."""
+        """Return whether the run of that name is open again; not where the server has none, as another one would."""
         if known is None:
             return False
         try:
@@ -238,7 +238,7 @@ _PACKAGES = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises MonitorError for names that are unknown, or all packages that are not installed; starts no tracker."""
+    """Raise MonitorError for names that are unknown, or all packages that are not installed; starts no tracker."""
     for name in names:
         if name not in TRACKERS:
             raise MonitorError(f"monitor.trackers: {name!r} is unknown; choose from {', '.join(TRACKERS)}")
@@ -256,17 +256,18 @@ def _not_usable(packages: Sequence[str], why: str) -> MonitorError:
 
 
 def make_tracker(name: str, run_folder: RunFolder, run_settings: Mapping[str, Any], first_step: int = 1) -> Tracker:
-    """Open the tracker of that name; secrets in `run_settings` are hidden before it sees them.
+    """Open the tracker of that name; secrets in ``run_settings`` are hidden before it sees them.
 
-    `first_step` is the first that will be logged: what an earlier attempt has logged from there on is to be replaced.
-    Raises MonitorError as `check_trackers`, and for a tracker that cannot start.
+    ``first_step`` is the first that will be logged: what an earlier attempt has logged from there on is to be replaced.
+    Raises MonitorError as ``check_trackers``, and for a tracker that cannot start.
     """
     check_trackers([name])
     return TRACKERS[name](run_folder, redact(dict(run_settings)), first_step)
 
 
 def _known_run(run_folder: RunFolder, tracker: str) -> str | None:
-    """The service's name of this run, if an attempt before has begun one there; warns where the file is damaged."""
+    """Return the service's name of this run, if an attempt before has begun one there; warns where the file is
+    damaged."""
     path = run_folder.trackers
     if not path.exists():
         return None

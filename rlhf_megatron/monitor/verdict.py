@@ -24,7 +24,7 @@ MOST_STEPS = 1000
 
 @dataclass(frozen=True)
 class Verdict:
-    """State of a run, which a person is to know first; `findings` are the rules that spoke, the newest first."""
+    """State of a run, which a person is to know first; ``findings`` are the rules that spoke, the newest first."""
 
     level: Literal["good", "watch", "bad"]
     text: str
@@ -33,7 +33,7 @@ class Verdict:
 
 
 def verdict_of(series: Series, recipe: Mapping[str, Any], ending: tuple[str, str] | None) -> Verdict:
-    """Return the verdict of a run; `ending` is what has ended its last attempt and why, None while it goes on."""
+    """Return the verdict of a run; ``ending`` is what has ended its last attempt and why, None while it goes on."""
     section = _health(recipe)
     watch, found = RuleWatch(section.all_rules()), []
     for step, metrics in _by_step(series):
@@ -55,7 +55,7 @@ def verdict_of(series: Series, recipe: Mapping[str, Any], ending: tuple[str, str
 
 
 def silence(verdict: Verdict, age: float) -> str:
-    """Return the warning of a run that has not ended and has written nothing for `age` seconds, or ""."""
+    """Return the warning of a run that has not ended and has written nothing for ``age`` seconds, or ""."""
     if age <= max(LEAST_SILENCE, USUAL_STEPS_OF_SILENCE * verdict.usual_seconds):
         return ""
     return f"nothing written for {age / 60:,.0f} min; a step takes {verdict.usual_seconds:.3g} s"
@@ -69,7 +69,7 @@ def _health(recipe: Mapping[str, Any]) -> HealthSection:
 
 
 def _by_step(series: Series) -> Sequence[tuple[int, dict[str, float]]]:
-    """The metrics of the newest MOST_STEPS steps."""
+    """Return the metrics of the newest MOST_STEPS steps."""
     first = max((of_name[-1] for of_name, _ in series.values() if of_name), default=0) - MOST_STEPS
     steps: dict[int, dict[str, float]] = {}
     for name, (of_name, values) in series.items():

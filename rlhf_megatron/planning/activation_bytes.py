@@ -59,7 +59,7 @@ class _Role:
         return self.model.hidden * self.element
 
     def tokens(self) -> tuple[float, float]:
-        """(Tokens that a rank computes in a pass over the step's rows, sampled ones among them.)"""
+        """Return (tokens that a rank computes in a pass over the step's rows, sampled ones among them)."""
         recipe = self.recipe
         prompts = recipe.batch.prompts_per_step
         rows = prompts * recipe.batch.rows_per_prompt
@@ -69,11 +69,11 @@ class _Role:
         return (prompt * rows - spared + responses.tokens) / ranks, responses.tokens / ranks
 
     def stage_of(self, position: int) -> int:
-        """The pipeline stage of a position."""
+        """Return the pipeline stage of a position."""
         return position // (self.layout.size // self.layout.pipeline)
 
     def hosts_of(self, group: Sequence[int]) -> list[int]:
-        """The hosts of a group of positions."""
+        """Return the hosts of a group of positions."""
         return [self.hosts[position] for position in group]
 
 

@@ -101,27 +101,30 @@ def recomputed_activations(
 
 
 def _sequence_parts(section: RoleSection, architecture: Architecture, layout: Layout) -> int:
-    """Number of GPUs that norms are cut over; with experts, latents or delta nets always the tensor-parallel ones."""
+    """Return the number of GPUs that norms are cut over; with experts, latents or delta nets always the tensor-parallel
+    ones."""
     always = architecture.experts or architecture.latent or architecture.delta_net
     return layout.tensor if section.sequence_parallel or always else 1
 
 
 def _attention(a: Architecture) -> float:
-    """Numbers of query, key, value and output; before the norms of heads, and of gates and what they let through."""
+    """Return the numbers of query, key, value and output; before the norms of heads, and of gates and what they let
+    through."""
     query, key = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     normed = query + key if a.query_key_norm or a.wide_query_key_norm or a.head_norms else 0
     return 2 * query + 2 * key + normed + (2 * query if a.gated_attention else 0)
 
 
 def _key_and_value(a: Architecture) -> int:
-    """Numbers of a token's keys and values."""
+    """Return the numbers of a token's keys and values."""
     if a.latent is not None:
         return a.heads * (a.latent.query_head + a.latent.value)
     return 2 * a.key_value_heads * a.head_dim
 
 
 def _products(a: Architecture, kind: LayerKind, size: int, longest: int) -> float:
-    """Numbers for each token and key of its row where attention is explicit: with soft caps or sinks in float32.
+    """Return the numbers for each token and key of its row where attention is explicit: with soft caps or sinks in
+    float32.
 
     In half the bytes, attention keeps nothing of the order of tokens squared.
     """
@@ -131,7 +134,8 @@ def _products(a: Architecture, kind: LayerKind, size: int, longest: int) -> floa
 
 
 def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout: Layout, size: int) -> float:
-    """Numbers of gate, up and their product, and where the activation is not fused, also silu(gate) and a copy of up.
+    """Return the numbers of gate, up and their product, and where the activation is not fused, also silu(gate) and a
+    copy of up.
 
     Without a gate those of up, its ReLU and the square of that.
     Experts, taken to be equally busy, keep the same of each token that they get, and its input and output; of a clamped
@@ -148,13 +152,13 @@ def _feed_forward(section: RoleSection, a: Architecture, kind: LayerKind, layout
 
 
 def _kept_of_activation(section: RoleSection, layout: Layout, size: int) -> int:
-    """Numbers for each column of a gated feed-forward layer; Transformer Engine is taken to be installed."""
+    """Return the numbers for each column of a gated feed-forward layer; Transformer Engine is taken to be installed."""
     fused = section.transformer_implementation != "local" and transformer_engine_can(layout.context, size == 4)
     return 3 if fused else 5
 
 
 def _delta_net(a: Architecture, size: int) -> float:
-    """Numbers of the weights' type that a delta net keeps around its rule, whose arguments are among them.
+    """Return the numbers of the weights' type that a delta net keeps around its rule, whose arguments are among them.
 
     Of its convolution the input of each tap, its sum and its output; queries and keys, in float32 before their norm and
     again for each value head; decays and strengths; of the gated norm behind the rule 11 times the values, those in
@@ -167,7 +171,8 @@ def _delta_net(a: Architecture, size: int) -> float:
 
 
 def _delta_rule(a: Architecture, size: int) -> float:
-    """Numbers of the weights' type in which a delta net's rule is computed again for the backward pass, in float32.
+    """Return the numbers of the weights' type in which a delta net's rule is computed again for the backward pass, in
+    float32.
 
     By plain torch, which takes most (``models.delta_rule``). For each value head of d columns of keys and e of values:
     8 d and 3 e in the forms that its products take, the squares of a chunk, and a state [d, e] for each chunk.

@@ -38,7 +38,8 @@ def dry_run(
     start: Sequence[str] = (),
     between_hosts: Sequence[str] = (),
 ) -> str:
-    """The plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot be done.
+    """Return the plan of ``recipe`` on ``world_size`` GPUs as plain text: recipe, layouts, batch, memory, what cannot
+    be done.
 
     ``regathering`` are lines about the bytes of a regathering, ``times`` about the time of a step, ``start`` about
     that before the first one and ``between_hosts`` about what hosts send each other, from a caller that can estimate
@@ -154,7 +155,7 @@ def _span(start: int, stop: int) -> str:
 
 
 def _groups(size: int, stride: int, world: int) -> str:
-    """The groups of ranks ``stride`` apart within blocks of ``size``: the first ones and the last."""
+    """Return the groups of ranks ``stride`` apart within blocks of ``size``: the first ones and the last."""
     total = world // size * stride
     indices = list(range(total)) if total <= 4 else [0, 1, total - 1]
     listed = []

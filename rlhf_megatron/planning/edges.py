@@ -20,36 +20,36 @@ class Edges:
 
     @property
     def total(self) -> float:
-        """Return what all hosts send."""
+        """Sum of what all hosts send."""
         return sum(self.sent.values(), 0.0)
 
     @property
     def busiest(self) -> float:
-        """Return the most that a host sends, or receives."""
+        """Most that a host sends, or receives."""
         return max([0.0, *self.sent.values(), *self.received.values()])
 
     def add(self, source: int, target: int, size: float) -> None:
-        """Notes ``size`` bytes, if both are not one host."""
+        """Note ``size`` bytes, if both are not one host."""
         if source != target and size:
             self.sent[source] += size
             self.received[target] += size
 
     def ring(self, hosts: Sequence[int], size: float) -> None:
-        """Notes what each rank sends to the next: ``size`` in all."""
+        """Note what each rank sends to the next: ``size`` in all."""
         for source, target in zip(hosts, [*hosts[1:], *hosts[:1]], strict=True):
             self.add(source, target, size)
 
     def all_reduce(self, hosts: Sequence[int], size: float) -> None:
-        """Notes a sum of ``size`` bytes over these ranks."""
+        """Note a sum of ``size`` bytes over these ranks."""
         self.ring(hosts, 2 * size * (len(hosts) - 1) / len(hosts))
 
     def broadcast(self, hosts: Sequence[int], size: float) -> None:
-        """Notes ``size`` bytes from the first rank to all: each other host has them once."""
+        """Note ``size`` bytes from the first rank to all: each other host has them once."""
         for host in set(hosts) - {hosts[0]}:
             self.add(hosts[0], host, size)
 
     def spread(self, sources: Sequence[int], targets: Sequence[int], size: float) -> None:
-        """Notes ``size`` bytes that go from any of ``sources`` to any of ``targets``, all alike."""
+        """Note ``size`` bytes that go from any of ``sources`` to any of ``targets``, all alike."""
         here, there = Counter(sources), Counter(targets)
         for host, count in here.items():
             self.sent[host] += size * count / len(sources) * (1 - there[host] / len(targets))

@@ -24,7 +24,7 @@ from rlhf_megatron.topology.role_layout import make_layout
 
 
 def check_tokens(tokenizer: Tokenizer, architecture: Architecture, folder: str | Path) -> None:
-    """Raises DataError where the tokenizer knows ids that the model in ``folder`` has no embedding of."""
+    """Raise DataError where the tokenizer knows ids that the model in ``folder`` has no embedding of."""
     if tokenizer.vocab_size > architecture.vocabulary:
         raise DataError(
             f"tokenizer: {tokenizer.path} has ids up to {tokenizer.vocab_size - 1}, and the model {folder} has a "
@@ -39,7 +39,7 @@ def check_tokens(tokenizer: Tokenizer, architecture: Architecture, folder: str |
 
 
 def check_architectures(recipe: Recipe, architectures: Mapping[str, Architecture]) -> None:
-    """Raises RecipeError where a role's model cannot be cut as its layout asks, or the actor's as the rollout's does.
+    """Raise RecipeError where a role's model cannot be cut as its layout asks, or the actor's as the rollout's does.
 
     ``architectures``: of each role (``role_architectures``). Whether the layouts fit a world is not looked at.
     """
@@ -75,12 +75,12 @@ def _check_role(recipe: Recipe, name: str, section: RoleSection, model: Architec
 
 
 def _smallest_layout(section: LayoutSection) -> Layout:
-    """The layout with as much data parallelism as its experts take, whatever the section asks for."""
+    """Return the layout with as much data parallelism as its experts take, whatever the section asks for."""
     return make_layout(section.model_copy(update={"data": None}), section.model_gpus * section.expert_gpus)
 
 
 def _check_layout(section: str, architecture: Architecture, layout: Layout) -> None:
-    """Raises RecipeError that begins with the recipe's key, where the model cannot be cut into ``layout``."""
+    """Raise RecipeError that begins with the recipe's key, where the model cannot be cut into ``layout``."""
     try:
         architecture.check_layout(layout)
     except (ModelError, RecipeError) as error:

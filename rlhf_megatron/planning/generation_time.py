@@ -81,7 +81,7 @@ def generation_seconds(
     peak: float,
     bandwidth: float,
 ) -> float:
-    """The slowest thing of each token for all sequences at a time, from the first to the end of the longest."""
+    """Return the slowest thing of each token for all sequences at a time, from the first to the end of the longest."""
     tensor = recipe.rollout.layout.tensor
     own = responses[:: rollout.replicas]
     mean = fmean(own)

@@ -104,7 +104,8 @@ def host_bytes(
 
 
 def _rows(recipe: RLRecipe, world: int, rows: int, tokens: float) -> Edges:
-    """Each row to the first rank of a data-parallel rank of each place where it is computed, and then within that."""
+    """Return each row to the first rank of a data-parallel rank of each place where it is computed, and then within
+    that."""
     edges, generating = Edges(), rollout_ranks(recipe, world)
     places = {_place(recipe, name, world): name for name in _computing(recipe)}
     for name in places.values():
@@ -120,7 +121,7 @@ def _rows(recipe: RLRecipe, world: int, rows: int, tokens: float) -> Edges:
 
 
 def _values_elsewhere(recipe: RLRecipe, world: int, tokens: float) -> Edges:
-    """Logprobs of a reference and values of a critic, whose ranks or layout are not the actor's."""
+    """Return logprobs of a reference and values of a critic, whose ranks or layout are not the actor's."""
     edges, actor = Edges(), _place(recipe, "actor", world)
     for name in _computing(recipe):
         if _place(recipe, name, world) != actor:
@@ -130,7 +131,7 @@ def _values_elsewhere(recipe: RLRecipe, world: int, tokens: float) -> Edges:
 
 
 def _computing(recipe: RLRecipe) -> list[str]:
-    """Roles that rows are brought to."""
+    """Return roles that rows are brought to."""
     return [name for name in recipe.roles_made if name != "reward_model"]
 
 
@@ -143,7 +144,7 @@ def _gradients(
     recipe: RLRecipe, section: RoleSection, model: Architecture, stages: Sequence[StageMemory], layout: Layout,
     hosts: Sequence[int], backend: Backend,
 ) -> Edges:  # fmt: skip
-    """The sums of each data-parallel group, of the experts of theirs, in all updates of a step."""
+    """Return the sums of each data-parallel group, of the experts of theirs, in all updates of a step."""
     edges, optimizer = Edges(), section.learns_by
     assert optimizer is not None
     weight_bytes = _GRADIENT_BYTES if section.adapters else ELEMENT_BYTES[recipe.dtype_of(section)]
@@ -173,7 +174,7 @@ def _weights(recipe: RLRecipe, traffic: Traffic) -> Edges:
 
 
 def _control(recipe: RLRecipe, world: int, rows: int) -> dict[str, Edges]:
-    """The numbers of all rows and their rewards; medians of differences over the actor's data-parallel ranks."""
+    """Return the numbers of all rows and their rewards; medians of differences over the actor's data-parallel ranks."""
     score, logprobs = Edges(), Edges()
     generating = rollout_ranks(recipe, world)
     score.all_reduce(_hosts(recipe, generating), (NUMBER_BYTES + _REWARD_BYTES) * rows)

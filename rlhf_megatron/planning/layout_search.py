@@ -104,7 +104,7 @@ def _order(each: Candidate) -> tuple[float, ...]:
 
 
 def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict[str, Any]]:
-    """Values by key of every combination, whether it can be or not."""
+    """Yield values by key of every combination, whether it can be or not."""
     degrees = [degree for degree in (1, 2, 4, 8, 16) if degree <= min(world, recipe.cluster.gpus_per_node)]
     own = recipe.actor.layout
     pipelines, experts = sorted({*_PIPELINES, own.pipeline}), sorted({*_EXPERT, own.expert})
@@ -150,7 +150,8 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
 
 
 def _edges(layers: int, head: float, pipeline: int) -> list[tuple[int, int | None, int | None]]:
-    """(stages, layers of the first, of the last): all alike, and so that the slowest stage has the least to compute."""
+    """Return (stages, layers of the first, of the last): all alike, and so that the slowest stage has the least to
+    compute."""
     even = (pipeline, None, None)
     between = pipeline - 2
     stages = [
@@ -166,7 +167,7 @@ def _edges(layers: int, head: float, pipeline: int) -> list[tuple[int, int | Non
 
 
 def _virtual_pipeline(recipe: RLRecipe, layers: int, pipeline: int, first: int | None, last: int | None) -> int | None:
-    """The recipe's virtual stages where these stages can have them, else none."""
+    """Return the recipe's virtual stages where these stages can have them, else none."""
     chunks = recipe.actor.layout.virtual_pipeline
     try:
         layout = LayoutSection(
@@ -198,7 +199,7 @@ def _tried(
 
 
 def _reason(error: ValidationError | RecipeError) -> str:
-    """Message of an error, in one line."""
+    """Return the message of an error, in one line."""
     first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return " ".join(first.removeprefix("Value error, ").split())
 

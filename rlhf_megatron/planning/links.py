@@ -9,18 +9,18 @@ _LINK_BYTES_PER_SECOND = 40e9  # between nodes, for a GPU, where the recipe does
 
 
 def link(cluster: ClusterSection) -> float:
-    """Bytes per second between nodes, for a GPU."""
+    """Return bytes per second between nodes, for a GPU."""
     return _LINK_BYTES_PER_SECOND if cluster.link_gb_per_sec is None else 1e9 * cluster.link_gb_per_sec
 
 
 def host_link(cluster: ClusterSection) -> float:
-    """Bytes per second between nodes, of all GPUs of one together."""
+    """Return bytes per second between nodes, of all GPUs of one together."""
     return link(cluster) * cluster.gpus_per_node
 
 
 def ring(cluster: ClusterSection, ranks: int, stride: int) -> float:
-    """Bytes per second that each of ``ranks`` has from the others in a collective of much; ``stride`` GPUs lie from one
-    to the next.
+    """Return bytes per second that each of ``ranks`` has from the others in a collective of much; ``stride`` GPUs lie
+    from one to the next.
 
     Between nodes each GPU that takes part has a link of its own.
     """

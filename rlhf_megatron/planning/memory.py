@@ -66,7 +66,8 @@ class Estimate:
 
 
 def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_size: int) -> Estimate:
-    """The memory of ``recipe``, whose roles have ``architectures``, on ``world_size`` GPUs that its layouts fit."""
+    """Return the memory of ``recipe``, whose roles have ``architectures``, on ``world_size`` GPUs that its layouts
+    fit."""
     roles = {
         name: role_memory(recipe, section, architectures[name], len(role_ranks(recipe, name, world_size)))
         for name, section in recipe.roles_made.items()
@@ -117,7 +118,7 @@ def _phases(
 
 
 def checkpoint_bytes(recipe: Recipe, architectures: Mapping[str, Architecture]) -> float:
-    """Size of one checkpoint: weights, in float32, and both of Adam's moments of every role that learns."""
+    """Return the size of one checkpoint: weights, in float32, and both of Adam's moments of every role that learns."""
     learning = {name: section for name, section in recipe.roles_made.items() if section.learns_by}
     return sum(
         (4.0 + moments_bytes(section)) * _learning_parameters(section, architectures[name])
@@ -126,13 +127,13 @@ def checkpoint_bytes(recipe: Recipe, architectures: Mapping[str, Architecture]) 
 
 
 def _learning_parameters(section: RoleSection, architecture: Architecture) -> int:
-    """Trainable parameters of a learning role: all, or its adapters'."""
+    """Return trainable parameters of a learning role: all, or its adapters'."""
     lora = section.adapters
     return adapter_parameters(architecture, lora) if lora else model_parameters(architecture)
 
 
 def export_bytes(recipe: Recipe, architectures: Mapping[str, Architecture]) -> float:
-    """Size of one export: the actor's weights in model.dtype, and its adapters beside them."""
+    """Return the size of one export: the actor's weights in model.dtype, and its adapters beside them."""
     actor = architectures["actor"]
     adapters = 4.0 * _learning_parameters(recipe.actor, actor) if recipe.actor.lora else 0.0
     return ELEMENT_BYTES[recipe.model.dtype] * model_parameters(actor) + adapters
@@ -180,13 +181,13 @@ def _judge_memory(
 
 
 def _choice_bytes(recipe: RLRecipe, architecture: Architecture) -> int:
-    """Bytes of the experts that the rollout chooses for one token, where it records them."""
+    """Return bytes of the experts that the rollout chooses for one token, where it records them."""
     shape = choice_shape(architecture) if recipe.algorithm.replays_experts else None
     return shape.token_bytes if shape else 0
 
 
 def _replica(recipe: RLRecipe, architecture: Architecture) -> Replica | None:
-    """The blocks of the rollout, where the family has a table or an earlier run has learned them from vLLM."""
+    """Return the blocks of the rollout, where the family has a table or an earlier run has learned them from vLLM."""
     layout = recipe.rollout.layout
     if has_rollout_table(architecture):
         return replica_of(architecture, layout.tensor, layout.expert_parallel)
@@ -201,7 +202,7 @@ def _learned_replica(architecture: Architecture, tensor: int, file: Path, modifi
 
 
 def _shared_parameters(recipe: RLRecipe, architecture: Architecture, replica: Replica | None, world_size: int) -> int:
-    """Parameters of the rollout in the actor's memory, on the GPU with the fewest, which limits all."""
+    """Return parameters of the rollout in the actor's memory, on the GPU with the fewest, which limits all."""
     ranks = role_ranks(recipe, "actor", world_size)
     if replica is None or recipe.why_weights_are_copied or ranks != rollout_ranks(recipe, world_size):
         return 0

@@ -85,10 +85,11 @@ def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: A
 
 
 def has_config(folder: str | Path) -> bool:
-    """Returns whether there is something of that name, which may be no file that can be read."""
+    """Return whether there is something of that name, which may be no file that can be read."""
     return os.path.lexists(Path(folder) / "config.json")
 
 
 def is_elsewhere(recipe: Recipe) -> bool:
-    """True if the recipe is planned by model.config alone, on a machine without its model, and so without its data."""
+    """Return True if the recipe is planned by model.config alone, on a machine without its model, and so without its
+    data."""
     return recipe.model.config is not None and not has_config(recipe.model.path)

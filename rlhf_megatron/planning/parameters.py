@@ -98,8 +98,8 @@ def stage_layer_indices(architecture: Architecture, layout: Layout, stage: int) 
 
 @functools.cache
 def _adapted_layers(architecture: Architecture, modules: tuple[str, ...]) -> Sequence[Sequence[tuple[bool, int, int]]]:
-    """(whether it is an expert's, rows, columns) of those linear layers of each decoder layer that have these Hugging
-    Face names."""
+    """Return (whether it is an expert's, rows, columns) of those linear layers of each decoder layer that have these
+    Hugging Face names."""
     adapted: list[list[tuple[bool, int, int]]] = [[] for _ in range(architecture.layers)]
     for tensor, shape in tensor_shapes(architecture).items():
         layer = layer_of(tensor)
@@ -121,7 +121,7 @@ def layer_kinds(architecture: Architecture) -> Sequence[int]:
 
 
 def stage_kinds(architecture: Architecture, layout: Layout, stage: int) -> Mapping[int, int]:
-    """Number of layers of each kind in a pipeline stage."""
+    """Return the number of layers of each kind in a pipeline stage."""
     kinds = layer_kinds(architecture)
     return Counter(kinds[layer] for layer in stage_layer_indices(architecture, layout, stage))
 
@@ -130,7 +130,7 @@ def stage_kinds(architecture: Architecture, layout: Layout, stage: int) -> Mappi
 def _layer_parameters(
     architecture: Architecture, tensor: int, expert: int, expert_tensor: int, layer: int
 ) -> tuple[int, int]:
-    """(parameters without experts, of experts) of one decoder layer on the first rank that has it."""
+    """Return (parameters without experts, of experts) of one decoder layer on the first rank that has it."""
     alone = stage_per_layer(architecture, tensor, expert, expert_tensor)
     blocks = megatron_blocks(architecture, alone, alone.position(0, 0, layer), "local")
     return dense_and_experts(block_sizes(architecture, of_layers(blocks), tensor))
@@ -138,7 +138,8 @@ def _layer_parameters(
 
 @functools.cache
 def _embedding_parameters(architecture: Architecture, tensor: int, first: bool, last: bool) -> int:
-    """Parameters outside of decoder layers on the first rank of the first pipeline stage, of the last, or of both."""
+    """Return parameters outside of decoder layers on the first rank of the first pipeline stage, of the last, or of
+    both."""
     return sum(block_sizes(architecture, embedding_blocks(architecture, tensor, 0, first, last), tensor).values())
 
 
@@ -155,7 +156,7 @@ def embedding_blocks(architecture: Architecture, tensor: int, rank: int, first: 
 
 
 def stage_per_layer(architecture: Architecture, tensor: int, expert: int, expert_tensor: int) -> Layout:
-    """A layout whose pipeline stages have one decoder layer each."""
+    """Return a layout whose pipeline stages have one decoder layer each."""
     data = expert * expert_tensor
     return Layout(tensor, architecture.layers, data, expert=expert, expert_tensor=expert_tensor)
 

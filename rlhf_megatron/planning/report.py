@@ -42,7 +42,8 @@ def plan_errors(recipe: Recipe, world_size: int) -> list[UserError]:
 
 
 def _is_the_actors(recipe: Recipe, error: UserError, all_errors: Sequence[UserError]) -> bool:
-    """True for what is wrong with the layout of a role that has none of its own, and with the actor's as well."""
+    """Return True for what is wrong with the layout of a role that has none of its own, and with the actor's as
+    well."""
     name, _, text = str(error).partition(".")
     section = recipe.roles.get(name)
     shares = name != "actor" and section is not None and section.layout is None
@@ -175,12 +176,12 @@ def sent_between_hosts(recipe: RLRecipe, world_size: int) -> str:
 
 
 def weight_bytes(recipe: RLRecipe) -> int:
-    """Bytes of one of the rollout's weights."""
+    """Return bytes of one of the rollout's weights."""
     return _BYTES[recipe.rollout.dtype or recipe.model.dtype]
 
 
 def _regather_ends(recipe: RLRecipe, architecture: Architecture, world_size: int) -> tuple[ShardSpec, ShardSpec] | None:
-    """The trainer's shards and the rollout's; None where these are yet to be learned from vLLM."""
+    """Return the trainer's shards and the rollout's; None where these are yet to be learned from vLLM."""
     ranks = role_ranks(recipe, "actor", world_size)
     sources = trainer_shards(architecture, make_layout(recipe.actor.layout, len(ranks)), ranks)
     rollout = recipe.rollout.layout
@@ -195,7 +196,7 @@ def _regather_ends(recipe: RLRecipe, architecture: Architecture, world_size: int
 
 
 def _between_hosts(traffic: Traffic, element_bytes: int, link: float | None) -> Iterator[str]:
-    """A line on what crosses from host to host, if anything does, and how long that takes."""
+    """Yield a line on what crosses from host to host, if anything does, and how long that takes."""
     moved = (traffic.between_hosts, sum(traffic.unshared.values()), traffic.most_between_hosts)
     total, unshared, busiest = (count * element_bytes for count in moved)
     if total:

@@ -125,7 +125,7 @@ def shareable_parameters(
 
 
 def _layer_blocks(architecture: Architecture, layout: Layout, within: int, layer: int) -> Sequence[Block]:
-    """The trainer's blocks of one decoder layer on the rank ``within`` a stage."""
+    """Return the trainer's blocks of one decoder layer on the rank ``within`` a stage."""
     return _blocks_alone(architecture, layout.tensor, layout.expert, layout.expert_parts, within, layer)
 
 
@@ -146,8 +146,8 @@ def _shared(
     held: Sequence[Block],
     wanted: Sequence[Block],
 ) -> int:
-    """Elements of the parameters of ``wanted`` that are the same memory as one of ``held``, or as stacks of its experts
-    which lie behind each other."""
+    """Return elements of the parameters of ``wanted`` that are the same memory as one of ``held``, or as stacks of its
+    experts which lie behind each other."""
     own, others = block_shapes(architecture, held, tensor), block_shapes(architecture, wanted, replica_tensor)
     by_tensor, by_parameter = defaultdict(list), defaultdict(list)
     for block in held:
@@ -169,8 +169,8 @@ def _shared(
 
 
 def _shifts(blocks: Iterable[Block], held: Mapping[str, Sequence[Block]]) -> list[tuple[Any, ...]]:
-    """By how much each of the trainer's parameters that ``blocks`` are made of is shifted in the rollout's, in order of
-    rows; empty where something of them is not ``held``, by tensor."""
+    """Return by how much each of the trainer's parameters that ``blocks`` are made of is shifted in the rollout's, in
+    order of rows; empty where something of them is not ``held``, by tensor."""
     shifts = set()
     for block in blocks:
         found = 0
@@ -185,5 +185,5 @@ def _shifts(blocks: Iterable[Block], held: Mapping[str, Sequence[Block]]) -> lis
 
 
 def _origin(block: Block) -> Iterator[int]:
-    """Where the tensor's first element would lie in the block's parameter."""
+    """Return where the tensor's first element would lie in the block's parameter."""
     return (offset - begin for offset, (begin, _) in zip(block.offset, block.region, strict=True))

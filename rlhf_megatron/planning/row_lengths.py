@@ -50,18 +50,19 @@ def alike_rows(length: float, rows: int) -> RowLengths:
 
 @functools.lru_cache(maxsize=64)
 def forward_flops(model: Architecture, rows: RowLengths, outputs: float, spared: RowLengths = NO_ROWS) -> float:
-    """Return the operations of a forward pass over rows, as `flops.forward_flops`."""
+    """Return the operations of a forward pass over rows, as ``flops.forward_flops``."""
     return flops.forward_flops(model, rows, outputs, spared=spared)
 
 
 @functools.lru_cache(maxsize=64)
 def training_flops(model: Architecture, rows: RowLengths, outputs: float, frozen: bool, spared: RowLengths) -> float:
-    """Return the operations of learning from rows, as `flops.training_flops`."""
+    """Return the operations of learning from rows, as ``flops.training_flops``."""
     return flops.training_flops(model, rows, outputs, frozen=frozen, spared=spared)
 
 
 def lengths(recipe: RLRecipe, rows: int) -> tuple[float, RowLengths]:
-    """(tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the longest."""
+    """Return (tokens of a prompt, of each response): evenly spaced quantiles of the distribution, cut at the
+    longest."""
     drawn, longest = recipe.rollout.drawn_lengths, recipe.rollout.max_response_length
     mean, sigma = (drawn.mean, drawn.sigma) if drawn else (longest / 2, _SIGMA)
     return recipe.data.max_prompt_length / (1 if drawn else 2), _response_lengths(mean, sigma, longest, rows)
@@ -76,7 +77,7 @@ def _response_lengths(mean: float, sigma: float, longest: int, rows: int) -> Row
 
 @functools.lru_cache(maxsize=16)  # a plan asks for each token of each layout
 def used_weights(model: Architecture) -> float:
-    """Weights that one token is multiplied with: all but the embedding."""
+    """Return weights that one token is multiplied with: all but the embedding."""
     return forward_flops(model, _ONE_TOKEN, 1) / 2
 
 

@@ -79,15 +79,15 @@ class StageMemory:
 
 
 def micro_batch_tokens(recipe: Recipe, section: RoleSection, gradients: bool = True) -> int:
-    """Tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context parallelism
-    cuts it over: the budget, or a longer row (of preferences: a pair) alone."""
+    """Return tokens of the largest micro-batch of an update or of a pass for logprobs, over the GPUs that context
+    parallelism cuts it over: the budget, or a longer row (of preferences: a pair) alone."""
     budget = section.update_tokens if gradients else section.forward_tokens
     alone = recipe.rows_per_response * recipe.longest_sequence
     return max(budget * layout_of(recipe, section).context, alone)
 
 
 def all_logits(recipe: Recipe, section: RoleSection, architecture: Architecture) -> float:
-    """GB of all logits of the largest micro-batch of an update, on each GPU of the last stage."""
+    """Return GB of all logits of the largest micro-batch of an update, on each GPU of the last stage."""
     layout, size = layout_of(recipe, section), ELEMENT_BYTES[recipe.dtype_of(section)]
     tokens = micro_batch_tokens(recipe, section) // layout.context
     return size * tokens * architecture.padded_vocabulary(layout.tensor) / layout.tensor / GB
@@ -161,7 +161,7 @@ class _LearningState:
 def _learning_state(
     section: RoleSection, architecture: Architecture, layout: Layout, stage: int, size: int
 ) -> _LearningState:
-    """Gradients and Adam's state of a stage whose weights have ``size`` bytes, or those of its adapters."""
+    """Return gradients and Adam's state of a stage whose weights have ``size`` bytes, or those of its adapters."""
     learning, lora, share = section.learns_by, section.adapters, section.offload.streamed_optimizer
     assert learning is not None
     gpus = layout.size // layout.pipeline
@@ -220,7 +220,7 @@ def recomputed_layers(section: RoleSection, layout: Layout, layers: int) -> int:
 
 
 def _micro_batches_in_flight(layout: Layout, stage: int) -> float:
-    """Most micro-batches whose activations a stage holds at a time, by the one-forward-one-backward schedule.
+    """Return most micro-batches whose activations a stage holds at a time, by the one-forward-one-backward schedule.
 
     With virtual stages, the interleaved one (arXiv 2104.04473, section 2.2, with the warm-up of megatron-core's
     schedules.py): its forward passes before the first backward pass are each of one chunk.
@@ -232,7 +232,7 @@ def _micro_batches_in_flight(layout: Layout, stage: int) -> float:
 
 
 def _most_micro_batches(recipe: Recipe, tokens: int, data: int) -> int:
-    """Micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
+    """Return micro-batches of one data-parallel rank in one optimizer step, if every row were as long as it may be."""
     rows = -(-recipe.batch.prompts_per_update * recipe.batch.rows_per_prompt // data)
     return max(1, -(-rows * recipe.rows_per_response * recipe.longest_sequence // tokens))
 
@@ -247,8 +247,8 @@ def _logit_bytes(
     kept: bool = False,
     frozen: bool = False,
 ) -> float:
-    """A block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32 and,
-    unless it is ``frozen``, the gradient of the output layer."""
+    """Return a block of logits, or all where they are ``kept``; the tokens that are read, their gradient in float32
+    and, unless it is ``frozen``, the gradient of the output layer."""
     if architecture.head == "scalar":
         return 0.0
     columns = architecture.padded_vocabulary(tensor) // tensor

@@ -57,7 +57,7 @@ def parameters_of_a_node(recipe: Recipe, architectures: Mapping[str, Architectur
 
 
 def _held_together(model: Architecture, layout: Layout, positions: Sequence[int]) -> int:
-    """The parameters that some ranks of a role hold, those of several once; all of the model at most."""
+    """Return the parameters that some ranks of a role hold, those of several once; all of the model at most."""
     dense = {(at.pipeline, at.tensor) for at in map(layout.coordinates, positions)}
     experts = {(at.pipeline, at.expert, at.tensor) for at in map(layout.expert_coordinates, positions)}
     of_stage = {stage: rank_parameters(model, layout, stage) for stage in {stage for stage, *_ in experts}}

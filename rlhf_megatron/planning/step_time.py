@@ -76,12 +76,12 @@ class ExpectedTime:
         return max(sum(phases.values()) for phases in self.teams)
 
     def speed(self, gpus: int) -> float:
-        """Tokens per second and GPU."""
+        """Return tokens per second and GPU."""
         return self.tokens / self.seconds / gpus
 
 
 def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int) -> ExpectedTime | None:
-    """The time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there are no figures for it.
+    """Return the time of a step on ``world`` GPUs of the kind ``cluster.gpu``; None where there are no figures for it.
 
     ``architectures``: of each role, with its head. Prompts are taken to be half as long as they may be, or as long in a
     benchmark that draws lengths; responses half as long, with a lognormal spread.
@@ -175,7 +175,8 @@ def _head_in_layers(model: Architecture, whole: RowLengths, spared: RowLengths, 
 
 
 def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterSection, peak: float) -> float:
-    """Share of the peak that training comes to, less waiting for others: tensor-parallel sums and tokens to experts."""
+    """Return the share of the peak that training comes to, less waiting for others: tensor-parallel sums and tokens to
+    experts."""
     tensor, weights = layout.tensor, used_weights(model)
     assert cluster.gpu is not None
     relative = min(1.0, peak / MEMORY_BANDWIDTH[cluster.gpu] / _COMPUTED_PER_BYTE)
@@ -194,7 +195,8 @@ def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterS
 
 
 def _exchange(model: Architecture, layout: LayoutSection, cluster: ClusterSection) -> float:
-    """Seconds in which one token reaches its experts on other ranks and comes back, in all layers of a forward pass."""
+    """Return seconds in which one token reaches its experts on other ranks and comes back, in all layers of a forward
+    pass."""
     assert model.experts is not None
     layers = sum(count for kind, count in model.kind_counts.items() if kind.feed_forward == "experts")
     copies = model.experts.chosen * (layout.expert - 1) / layout.expert / layout.tensor
@@ -216,8 +218,8 @@ def _update(
     streamed: float,
     twice: bool,
 ) -> float:
-    """Forward and backward passes with what is recomputed (``twice``: logits too), at the slowest stage's pace and with
-    the bubble, and what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
+    """Return forward and backward passes with what is recomputed (``twice``: logits too), at the slowest stage's pace
+    and with the bubble, and what the optimizer streams: ``streamed`` bytes on each GPU in each step of its own."""
     batch = recipe.batch
     forward = forward_flops(model, whole, outputs, spared=spared)
     logits = forward - forward_flops(model, whole, 0, spared=spared) if twice else 0.0

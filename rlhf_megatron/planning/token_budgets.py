@@ -74,7 +74,7 @@ def kept_budgets(
 
 
 def _most_tokens(recipe: Recipe, name: str, architecture: Architecture, world_size: int) -> int:
-    """Tokens of a GPU beyond which a micro-batch would be no faster."""
+    """Return tokens of a GPU beyond which a micro-batch would be no faster."""
     section = recipe.roles[name]
     layout = make_layout(layout_of(recipe, section), len(role_ranks(recipe, name, world_size)))
     prompts = recipe.batch.prompts_per_update if section.learns_by else recipe.batch.prompts_per_step

@@ -50,7 +50,7 @@ _ADVICE = {
 
 
 def facts(recipe: Recipe) -> Facts:
-    """Collects this rank's facts of all that must agree. Reads the code, and both ends of data and model files."""
+    """Collect this rank's facts of all that must agree. Reads the code, and both ends of data and model files."""
     sections = recipe.model_dump(mode="json")
     return {
         "versions": versions(),
@@ -63,13 +63,13 @@ def facts(recipe: Recipe) -> Facts:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, this package and those that it stands on."""
+    """Return versions of Python, this package and those that it stands on."""
     own = {"python": platform.python_version(), "rlhf_megatron": rlhf_megatron.__version__}
     return own | package_versions() | {"CUDA": str(torch.version.cuda or "none")}
 
 
 def code_digests() -> dict[str, str]:
-    """The digest of every Python file of the package, kernels included, by its path in the package."""
+    """Return the digest of every Python file of the package, kernels included, by its path in the package."""
     digests = {}
     for package in ("rlhf_megatron", "rlhf_megatron.kernels"):
         specification = importlib.util.find_spec(package)
@@ -81,7 +81,7 @@ def code_digests() -> dict[str, str]:
 
 
 def fingerprint(path: Path) -> str:
-    """Size and a digest of the first and last MB of a file; where it cannot be read: "missing (why)"."""
+    """Return size and a digest of the first and last MB of a file; where it cannot be read: "missing (why)"."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and a device has no end
             return f"{_MISSING} (is not a regular file)"
@@ -96,7 +96,7 @@ def fingerprint(path: Path) -> str:
 
 
 def agree(fact: str, seen: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Check:
-    """Checks that all ranks see the same; ``seen``: rank -> item -> text. What most ranks see is taken for right."""
+    """Check that all ranks see the same; ``seen``: rank -> item -> text. What most ranks see is taken for right."""
     items = dict.fromkeys(item for of_rank in seen.values() for item in of_rank)
     values = {item: {rank: of_rank.get(item, _MISSING) for rank, of_rank in seen.items()} for item in items}
     differing = [text for item in items if (text := _difference(item, values[item], hosts))]
@@ -110,7 +110,7 @@ def agree(fact: str, seen: Mapping[int, Mapping[str, str]], hosts: Mapping[int, 
 
 
 def _difference(item: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> str | None:
-    """The ranks that see something else of an item than most do, or that miss it; None where all agree."""
+    """Return the ranks that see something else of an item than most do, or that miss it; None where all agree."""
     [(usual, _)] = Counter(values.values()).most_common(1)
     if usual.startswith(f"{_MISSING} ("):
         others = [rank for rank, value in values.items() if value == usual]
@@ -132,7 +132,7 @@ def _data_files(recipe: Recipe) -> Iterator[Path]:
 
 
 def _model_files(recipe: Recipe) -> Iterator[Path]:
-    """The files of all model folders; one without any is told by its config.json, which is missing."""
+    """Yield the files of all model folders; one without any is told by its config.json, which is missing."""
     roles = recipe.roles.values()
     folders = [recipe.model.path, recipe.model.tokenizer, *(role.weights_folder for role in roles)]
     if isinstance(recipe, RLRecipe) and recipe.judge:
@@ -146,7 +146,7 @@ def _model_files(recipe: Recipe) -> Iterator[Path]:
 
 
 def _function_files(recipe: Recipe) -> Iterator[Path]:
-    """The files of the user's own functions and data set."""
+    """Yield the files of the user's own functions and data set."""
     functions = [recipe.data.dataset]
     if isinstance(recipe, RLRecipe):
         functions += [source.function for source in (recipe.reward, *recipe.reward.parts)]

@@ -29,7 +29,8 @@ _ADVICE = "check the link and its settings (NCCL_DEBUG=INFO, NCCL_IB_HCA, nvidia
 
 
 def neighbours(nodes: Sequence[int]) -> list[Pair]:
-    """The pairs to try, lower rank first: a ring within each node, and rings over the nodes of ranks in equal places.
+    """Return the pairs to try, lower rank first: a ring within each node, and rings over the nodes of ranks in equal
+    places.
 
     ``nodes[rank]`` is the node of a rank. So every GPU's own way out of its node is used.
     """
@@ -48,7 +49,8 @@ def neighbours(nodes: Sequence[int]) -> list[Pair]:
 
 
 def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """The pairs in as few rounds as come out when each is put into the first in which neither of its ranks is busy."""
+    """Return the pairs in as few rounds as come out when each is put into the first in which neither of its ranks is
+    busy."""
     planned: list[list[Pair]] = []
     busy: list[set[int]] = []
     for pair in pairs:
@@ -62,7 +64,7 @@ def rounds(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def measure(nodes: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measures on this rank, together with all others; ``progress`` is told what comes next.
+    """Measure on this rank, together with all others; ``progress`` is told what comes next.
 
     Returns {"all_reduce": GB/s of bus bandwidth, "wrong": [what gave wrong data], "pairs": [[a, b, GB/s], ...]} with
     the pairs of this rank; GB are 10^9 bytes.
@@ -83,7 +85,7 @@ def measure(nodes: Sequence[int], progress: Callable[[str], None]) -> dict[str, 
 
 
 def _all_reduce(elements: int, device: torch.device, wrong: list[str]) -> float:
-    """Bus bandwidth in GB/s: bytes * 2 (n - 1) / n / seconds, as nccl-tests define it (doc/PERFORMANCE.md)."""
+    """Return bus bandwidth in GB/s: bytes * 2 (n - 1) / n / seconds, as nccl-tests define it (doc/PERFORMANCE.md)."""
     world = dist.get_world_size()
     values = torch.full((elements,), float(dist.get_rank() + 1), device=device)
     dist.all_reduce(values)  # connects, and is checked
@@ -95,7 +97,7 @@ def _all_reduce(elements: int, device: torch.device, wrong: list[str]) -> float:
 
 
 def _echo(pair: Pair, elements: int, device: torch.device, wrong: list[str]) -> float:
-    """GB/s of one direction, from the lower rank's sending to the return of what it sent."""
+    """Return GB/s of one direction, from the lower rank's sending to the return of what it sent."""
     first = dist.get_rank() == pair[0]
     other, transport = pair[1] if first else pair[0], PointToPoint()
     generator = torch.Generator().manual_seed(pair[0])
@@ -121,7 +123,7 @@ def _echo(pair: Pair, elements: int, device: torch.device, wrong: list[str]) -> 
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """Median seconds of a few repeats, each to its end on the device."""
+    """Return median seconds of a few repeats, each to its end on the device."""
     seconds = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
@@ -138,7 +140,7 @@ def _timed(work: Callable[[], object]) -> float:
 def judge(
     answers: Mapping[int, Mapping[str, Any]], nodes: Sequence[int], hosts: Mapping[int, str], expected: float | None
 ) -> list[Check]:
-    """Judges the measurements of all ranks.
+    """Judge the measurements of all ranks.
 
     Args:
         answers: rank -> what ``measure`` returned; or {"stuck": where} or {"error": text} with "at": where.
@@ -172,7 +174,7 @@ def judge(
 
 
 def _broken_text(broken: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> str:
-    """Describes where ranks are stuck or failed. A pair whose ends both wait is the cause; others may wait for it."""
+    """Describe where ranks are stuck or failed. A pair whose ends both wait is the cause; others may wait for it."""
     where: dict[str, list[int]] = {}
     for rank, answer in broken.items():
         where.setdefault(answer["at"], []).append(rank)
@@ -183,7 +185,7 @@ def _broken_text(broken: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, st
 
 
 def _judge_pairs(name: str, speeds: Mapping[Pair, float], hosts: Mapping[int, str], expected: float | None) -> Check:
-    """The slowest pairs of a kind, against what is expected and against the median."""
+    """Return the slowest pairs of a kind, against what is expected and against the median."""
     usual = statistics.median(speeds.values())
     slowest = sorted(speeds, key=lambda pair: speeds[pair])
     seen = f"{speeds[slowest[0]]:.2f} GB/s on {named_ranks(slowest[0], hosts)}, median {usual:.2f} of {len(speeds)}"

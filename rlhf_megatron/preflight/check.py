@@ -35,7 +35,7 @@ class NoAnswer(Exception):
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Returns or raises what ``work`` does; raises NoAnswer after ``seconds``, while its thread stays behind.
+    """Return or raise what ``work`` does; raises NoAnswer after ``seconds``, while its thread stays behind.
 
     A thread and not a signal: what hangs is native code (a file system, a collective) that no Python handler reaches.
     """
@@ -59,7 +59,8 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 
 
 def run_check(name: str, seconds: float, work: Callable[[], Check | list[Check]]) -> list[Check]:
-    """The check or checks of ``work``; an error in it is a failure with its text, and so is not ending in time."""
+    """Return the check or checks of ``work``; an error in it is a failure with its text, and so is not ending in
+    time."""
     if seconds <= 0:
         return [Check(name, "skipped", "the checks before it took all the time")]
     try:
@@ -76,7 +77,8 @@ def run_check(name: str, seconds: float, work: Callable[[], Check | list[Check]]
 
 
 def over_ranks(checks: Mapping[int, Sequence[Check]], hosts: Mapping[int, str]) -> list[Check]:
-    """One check for each name, with the worst result of all ranks; what is wrong is told with the ranks it is at."""
+    """Return one check for each name, with the worst result of all ranks; what is wrong is told with the ranks it is
+    at."""
     names = dict.fromkeys(check.name for rank in sorted(checks) for check in checks[rank])
     return [
         _merged([(rank, check) for rank in sorted(checks) for check in checks[rank] if check.name == name], hosts)
@@ -98,12 +100,12 @@ def _merged(checks: Sequence[tuple[int, Check]], hosts: Mapping[int, str]) -> Ch
 
 
 def passed(checks: Iterable[Check]) -> bool:
-    """Returns whether no check failed."""
+    """Return whether no check failed."""
     return all(check.result != "fail" for check in checks)
 
 
 def print_table(checks: Sequence[Check], title: str, stream: TextIO) -> None:
-    """Shows all checks as one table, 140 columns wide where ``stream`` is no terminal."""
+    """Show all checks as one table, 140 columns wide where ``stream`` is no terminal."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in ("check", "result", "seen", "what to do"):
         table.add_column(column, no_wrap=column in ("check", "result"), overflow="fold")
@@ -114,7 +116,7 @@ def print_table(checks: Sequence[Check], title: str, stream: TextIO) -> None:
 
 
 def as_json(checks: Sequence[Check], about: Mapping[str, Any]) -> str:
-    """The same as JSON: ``about``, whether all passed, and a list of checks."""
+    """Return the same as JSON: ``about``, whether all passed, and a list of checks."""
     report = {**about, "passed": passed(checks), "checks": [check._asdict() for check in checks]}
     return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
 
@@ -126,7 +128,7 @@ def mistakes_of(checks: Sequence[Check]) -> list[str]:
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """Lines of a plan: what each check saw."""
+    """Return lines of a plan: what each check saw."""
     lines = []
     for check in checks:
         result = "" if check.result == "ok" else f"{check.result}: "

@@ -48,7 +48,7 @@ SECONDS = 120.0  # for each check of a dry run
 
 
 def file_checks(recipe: Recipe) -> list[Check]:
-    """Makes all checks, each within SECONDS, whatever the others find.
+    """Make all checks, each within SECONDS, whatever the others find.
 
     No folder is made, and no service asked. What needs the model is left out where that is missing.
     """
@@ -69,7 +69,7 @@ def file_checks(recipe: Recipe) -> list[Check]:
 
 
 def has_model(recipe: Recipe) -> bool:
-    """True if there is a config.json to plan with; where there is none, the plan says so."""
+    """Return True if there is a config.json to plan with; where there is none, the plan says so."""
     try:
         planning_folder(recipe)
     except UserError:
@@ -78,13 +78,13 @@ def has_model(recipe: Recipe) -> bool:
 
 
 def trackers_check(recipe: Recipe) -> Check:
-    """Checks that the package of every tracker is installed; raises MonitorError where not. Starts none."""
+    """Check that the package of every tracker is installed; raises MonitorError where not. Starts none."""
     check_trackers(recipe.monitor.trackers)
     return Check("trackers", "ok", ", ".join(recipe.monitor.trackers))
 
 
 def models_checks(recipe: Recipe) -> list[Check]:
-    """Checks that the folders of roles with models of their own have a config.json."""
+    """Check that the folders of roles with models of their own have a config.json."""
     folders = {name: section.weights_folder for name, section in recipe.roles.items()}
     if isinstance(recipe, RLRecipe) and recipe.judge:
         folders["judge"] = recipe.judge.path
@@ -98,7 +98,7 @@ def models_checks(recipe: Recipe) -> list[Check]:
 
 
 def judge_check(recipe: Recipe) -> list[Check]:
-    """Checks that the judge's tokenizer loads and its template renders right answers to the first rows; raises
+    """Check that the judge's tokenizer loads and its template renders right answers to the first rows; raises
     DataError where not. Nothing is said without a judge."""
     if not isinstance(recipe, RLRecipe) or recipe.judge is None:
         return []
@@ -119,7 +119,7 @@ def judge_check(recipe: Recipe) -> list[Check]:
 
 
 def data_checks(recipe: Recipe) -> list[Check]:
-    """Checks that every file can be read and has the columns of the loop, each by itself."""
+    """Check that every file can be read and has the columns of the loop, each by itself."""
     section, responses = recipe.data, RESPONSES[recipe.loop]
     files = list(dict.fromkeys([*section.training_files, *section.validation_files]))
     if section.dataset is not None:  # a class takes them together
@@ -143,7 +143,8 @@ def data_checks(recipe: Recipe) -> list[Check]:
 
 
 def written_files(recipe: Recipe) -> tuple[machine.Files, machine.Files]:
-    """The checkpoints that lie in the run's folder at a time, the one that is being written included, and exports."""
+    """Return the checkpoints that lie in the run's folder at a time, the one that is being written included, and
+    exports."""
     section, architectures = recipe.checkpoint, planned_architectures(recipe)
     kept = section.keep_last_k + 1 + (section.keep_best is not None) if section.save_interval else 0
     in_between = max(0, recipe.steps - 1) // section.export_interval if section.export_interval else 0
@@ -154,12 +155,12 @@ def written_files(recipe: Recipe) -> tuple[machine.Files, machine.Files]:
 
 
 def room_check(recipe: Recipe) -> Check:
-    """Room for the run's checkpoints and exports where they will be written."""
+    """Return room for the run's checkpoints and exports where they will be written."""
     return machine.space_check(RunFolder(recipe.run_root, recipe.name).path, *written_files(recipe))
 
 
 def tokenizer_check(recipe: Recipe) -> Check:
-    """Checks that the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
+    """Check that the tokenizer loads and the chat template renders the first rows; raises DataError where not."""
     tokenizer, folder = recipe_tokenizer(recipe), planning_folder(recipe)
     if isinstance(recipe, RLRecipe):
         tokenizer = with_tools(tokenizer, recipe)
@@ -183,7 +184,7 @@ def tokenizer_check(recipe: Recipe) -> Check:
 
 
 def reward_check(recipe: Recipe, asks_services: bool = True) -> Check:
-    """Checks that right answers to a few rows can be scored; raises RewardError where not.
+    """Check that right answers to a few rows can be scored; raises RewardError where not.
 
     A rule must also find them better than an empty response; how an answer to a function looks, nobody knows here.
     """
@@ -207,7 +208,7 @@ def reward_check(recipe: Recipe, asks_services: bool = True) -> Check:
 
 
 def turns_check(recipe: Recipe) -> list[Check]:
-    """Calls the function or environment between turns, where there is one, on right answers to a few rows.
+    """Call the function or environment between turns, where there is one, on right answers to a few rows.
 
     Raises RolloutError or DataError where it cannot be loaded, or the chat template does not go on from turns.
     """
@@ -254,7 +255,7 @@ def turns_check(recipe: Recipe) -> list[Check]:
 
 
 def _tools_check(recipe: RLRecipe, partner: TurnTools, tokenizer: Tokenizer) -> Check:
-    """Has the tools described to the model, and their calls' parser loaded; raises RolloutError where that fails."""
+    """Have the tools described to the model, and their calls' parser loaded; raises RolloutError where that fails."""
     partner.close()
     assert recipe.rollout.multi_turn is not None
     tools = ToolTurns(recipe.rollout.multi_turn, described(tokenizer, recipe), leads=True).tools
@@ -262,7 +263,7 @@ def _tools_check(recipe: RLRecipe, partner: TurnTools, tokenizer: Tokenizer) -> 
 
 
 def _row_of_turns(recipe: RLRecipe, values: dict[str, Any], location: RowLocation) -> dict[str, Any]:
-    """A row as those who reply between turns get it."""
+    """Return a row as those who reply between turns get it."""
     return {
         "prompt": with_system_prompt(parse_messages(values["prompt"], location), recipe.data.system_prompt),
         "data_source": parse_data_source(values["data_source"], location),
@@ -273,7 +274,7 @@ def _row_of_turns(recipe: RLRecipe, values: dict[str, Any], location: RowLocatio
 
 
 def _right_answers(recipe: RLRecipe) -> list[ScoreItem]:
-    """The first rows with their ground truth as the response, in the form that their rule wants."""
+    """Return the first rows with their ground truth as the response, in the form that their rule wants."""
     rows = open_rows(recipe.data.training_files, recipe.data, ["data_source", "reward_model"], ["extra_info"])
     items = []
     for row in range(min(ROWS, len(rows))):
@@ -289,7 +290,7 @@ def _right_answers(recipe: RLRecipe) -> list[ScoreItem]:
 
 
 def _form(recipe: RLRecipe, item: ScoreItem) -> str | None:
-    """The answer format of the rule that judges an item; None where no rule does."""
+    """Return the answer format of the rule that judges an item; None where no rule does."""
     rule = judging_rule(recipe.reward, item.data_source)
     return RULES[rule].response if rule else None
 

@@ -31,7 +31,7 @@ _LONG_SAVE_SECONDS = 600.0
 
 
 def gpu_checks(local_rank: int) -> list[Check]:
-    """Judges the CUDA device of a rank of this machine while it multiplies matrices; skipped where there is none."""
+    """Judge the CUDA device of a rank of this machine while it multiplies matrices; skipped where there is none."""
     if not torch.cuda.is_available():
         return [Check("gpu", "skipped", "no GPU")]
     if local_rank >= torch.cuda.device_count():
@@ -52,7 +52,7 @@ def gpu_checks(local_rank: int) -> list[Check]:
 
 
 def judge_memory(gpu: GpuState) -> Iterator[Check]:
-    """Free memory and other processes, before this one has taken any."""
+    """Judge free memory and other processes, before this one has taken any."""
     share, seen = gpu.free_gb / gpu.memory_gb, f"{gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free"
     result: Result = "ok" if share >= _ENOUGH_FREE else "warn" if share >= _TOO_LITTLE_FREE else "fail"
     yield Check("gpu memory", result, seen, "" if result == "ok" else "end what holds the memory (nvidia-smi)")
@@ -65,7 +65,7 @@ def judge_memory(gpu: GpuState) -> Iterator[Check]:
 
 
 def judge_under_load(gpu: GpuState) -> Iterator[Check]:
-    """Errors of the memory, temperature and clocks, while the GPU computes."""
+    """Judge errors of the memory, temperature and clocks, while the GPU computes."""
     if gpu.uncorrected_errors or gpu.remap_failed:
         failed = "; remapping of rows has failed" if gpu.remap_failed else ""
         seen = f"{gpu.uncorrected_errors or 0} uncorrected ECC errors{failed}"
@@ -92,7 +92,7 @@ def _judge_temperature(gpu: GpuState) -> Check:
 
 
 def _judge_clocks(gpu: GpuState) -> Check:
-    """Clocks under load; the power limit lowers those of a healthy GPU too."""
+    """Return clocks under load; the power limit lowers those of a healthy GPU too."""
     if gpu.clock_mhz is None:
         return Check("gpu clocks", "skipped", "this GPU does not tell them")
     seen = f"{gpu.clock_mhz} of {gpu.most_clock_mhz} MHz under load"
@@ -107,7 +107,7 @@ def _judge_clocks(gpu: GpuState) -> Check:
 
 
 def _load() -> None:
-    """Has the GPU multiply bfloat16 matrices for a second, in which its clocks rise, and a little after the return."""
+    """Have the GPU multiply bfloat16 matrices for a second, in which its clocks rise, and a little after the return."""
     left, right = (torch.randn(_LOAD_SIZE, _LOAD_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     end = time.monotonic() + _LOAD_SECONDS
     while time.monotonic() < end:
@@ -138,7 +138,7 @@ def listen_check(ranks: int, limit: Path = Path("/proc/sys/net/core/somaxconn"))
 
 
 def rdma_check(expected: bool, root: Path = Path("/sys/class/infiniband")) -> Check:
-    """The RDMA devices (InfiniBand and RoCE) of this machine with an active port, as the kernel lists them."""
+    """Return the RDMA devices (InfiniBand and RoCE) of this machine with an active port, as the kernel lists them."""
     if not expected:
         return Check("rdma", "skipped", "slurm.network is not infiniband or roce")
     ports = {f"{port.parent.parent.name}:{port.name}": port for port in sorted(root.glob("*/ports/*"))}
@@ -171,12 +171,12 @@ class Files:
     bytes_each: float
 
     def bytes_of(self, most: int) -> float:
-        """Of all of them, or of so many if that is less."""
+        """Return the bytes of all of them, or of so many if that is less."""
         return min(self.number, most) * self.bytes_each
 
 
 def disk_check(folder: Path, checkpoints: Files, exports: Files, share: float) -> Check:
-    """Space and write speed of the run's ``folder``, which is made if it is not there.
+    """Return space and write speed of the run's ``folder``, which is made if it is not there.
 
     Args:
         folder: where checkpoints and exports go.
@@ -198,7 +198,7 @@ def disk_check(folder: Path, checkpoints: Files, exports: Files, share: float) -
 
 
 def space_check(folder: Path, checkpoints: Files, exports: Files) -> Check:
-    """Space for what goes into ``folder``, which is not made; the arguments are those of ``disk_check``."""
+    """Return space for what goes into ``folder``, which is not made; the arguments are those of ``disk_check``."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK) or not there.is_dir():
         return Check("disk", "fail", f"run_root: {there} cannot be written", "choose another run_root")
@@ -216,7 +216,8 @@ def space_check(folder: Path, checkpoints: Files, exports: Files) -> Check:
 
 
 def write_speed(folder: Path) -> float:
-    """Bytes per second into a new file until they are on the disk: up to 256 MB, or for two seconds. Removes it."""
+    """Return bytes per second into a new file until they are on the disk: up to 256 MB, or for two seconds. Removes
+    it."""
     block = os.urandom(_WRITE_BLOCK)  # nothing that a file system could shrink
     path = folder / f".preflight-{os.uname().nodename}-{os.getpid()}"
     written, started = 0, time.perf_counter()

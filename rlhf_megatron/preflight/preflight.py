@@ -47,7 +47,7 @@ GRACE_SECONDS = 15.0  # beyond a rank's own time limit, before it counts as sile
 
 
 def preflight(recipe: Recipe, seconds: float, json_file: Path | None = None, attempt: str | None = None) -> bool:
-    """Checks ``recipe`` on all ranks; rank 0 shows the table and writes ``json_file``. True where no check failed.
+    """Check ``recipe`` on all ranks; rank 0 shows the table and writes ``json_file``. True where no check failed.
 
     Every process of torchrun calls it, before or after the world is joined; it joins the world if that is still to be
     done. Each of its two parts (what a rank sees alone, the links) has ``seconds``; a rank that does not answer in time
@@ -72,7 +72,7 @@ def preflight(recipe: Recipe, seconds: float, json_file: Path | None = None, att
 
 
 def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str, Any]:
-    """Runs one rank's own checks: {"facts": ..., "checks": ...}, as JSON values, within ``seconds``."""
+    """Run one rank's own checks: {"facts": ..., "checks": ...}, as JSON values, within ``seconds``."""
     deadline = time.monotonic() + seconds
     checks: list[Check] = []
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -104,12 +104,13 @@ def see_alone(recipe: Recipe, rank: int, world: int, seconds: float) -> dict[str
 
 
 def disk_check(recipe: Recipe, share: float) -> Check:
-    """Room and speed for the run's checkpoints and exports; ``share``: the part of each that this node writes."""
+    """Return room and speed for the run's checkpoints and exports; ``share``: the part of each that this node
+    writes."""
     return machine.disk_check(RunFolder(recipe.run_root, recipe.name).path, *written_files(recipe), share)
 
 
 def see_links(nodes: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Measures the links within ``seconds``; else {"at": where this rank stands, "error": ...}.
+    """Measure the links within ``seconds``; else {"at": where this rank stands, "error": ...}.
 
     Joins the world first if that is still to be done, since that can fail as well.
     """
@@ -144,7 +145,7 @@ class _Lead:
         self._nodes: list[int] = []
 
     def compare(self) -> None:
-        """Waits for all ranks, judges what each saw alone, and calls for the measuring of links if all are there."""
+        """Wait for all ranks, judge what each saw alone, and call for the measuring of links if all are there."""
         world = self._answers.world
         alone = self._answers.collect("alone", self._seconds + GRACE_SECONDS)
         identities = self._answers.collect("place", 0.0)
@@ -166,7 +167,7 @@ class _Lead:
         self._answers.announce("nodes", self._nodes if world > 1 else [])
 
     def conclude(self, json_file: Path | None) -> bool:
-        """Judges the links, shows and writes everything, and tells the verdict to all."""
+        """Judge the links, show and write everything, and tell the verdict to all."""
         if not self._nodes:
             self._checks.append(Check("links", "skipped", "not all ranks have answered"))
         elif len(self._nodes) == 1:

@@ -27,21 +27,21 @@ class RankAnswers:
         self.rank, self.world, self._store = rank, world, store
 
     def give(self, question: str, value: Any) -> None:
-        """This rank's answer to a question."""
+        """Give this rank's answer to a question."""
         self._store.set(f"{question}/{self.rank}", json.dumps(value))
 
     def collect(self, question: str, seconds: float) -> dict[int, Any]:
-        """rank -> answer, of the ranks that have answered when all have or ``seconds`` have passed."""
+        """Return rank -> answer, of the ranks that have answered when all have or ``seconds`` have passed."""
         deadline = time.monotonic() + seconds
         keys = {rank: f"{question}/{rank}" for rank in range(self.world)}
         return {rank: self._read(key) for rank, key in keys.items() if self._is_there(key, deadline)}
 
     def announce(self, what: str, value: Any) -> None:
-        """Rank 0's word to all."""
+        """Give rank 0's word to all."""
         self._store.set(what, json.dumps(value))
 
     def hear(self, what: str, seconds: float) -> Any:
-        """Rank 0's word, or None where it does not come within ``seconds``."""
+        """Return rank 0's word, or None where it does not come within ``seconds``."""
         return self._read(what) if self._is_there(what, time.monotonic() + seconds) else None
 
     def _is_there(self, key: str, deadline: float) -> bool:
@@ -59,7 +59,8 @@ class RankAnswers:
 
 
 def answers_of_torchrun(attempt: str | None = None) -> RankAnswers:
-    """The ranks that torchrun started; needs no process group. Raises UserError where torchrun did not start this.
+    """Return the ranks that torchrun started; needs no process group. Raises UserError where torchrun did not start
+    this.
 
     ``attempt``: a word that all ranks have and no earlier attempt had, whose answers may still be there. Without it
     torchrun's count of restarts is taken, which may differ between nodes.

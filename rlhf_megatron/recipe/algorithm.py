@@ -1,4 +1,4 @@
-"""The `algorithm` section: what is optimised. Terms are the field's."""
+"""The ``algorithm`` section: what is optimised. Terms are the field's."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rlhf_megatron.shipped import shipped_recipes
 def add_recipe_arguments(
     parser: argparse.ArgumentParser, more: str = "", overrides: str = "replace a value of the recipe"
 ) -> None:
-    """Adds RECIPE and its overrides to a command's arguments; ``more`` goes behind the help of RECIPE."""
+    """Add RECIPE and its overrides to a command's arguments; ``more`` goes behind the help of RECIPE."""
     recipe = parser.add_argument("recipe", help=f"a YAML file, or the name of a recipe that comes along{more}")
     changes = parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=overrides)
     recipe.completer = complete_recipe  # type: ignore[attr-defined]
@@ -26,7 +26,7 @@ def add_recipe_arguments(
 
 
 def complete_recipe(prefix: str, **_: Any) -> list[str]:
-    """YAML files and folders, and names of shipped recipes, that begin with ``prefix``."""
+    """Return YAML files and folders, and names of shipped recipes, that begin with ``prefix``."""
     folder, _separator, beginning = prefix.rpartition("/")
     found = sorted(Path(folder or ("/" if _separator else ".")).glob(f"{beginning}*")) if "*" not in prefix else []
     here = f"{folder}{_separator}"
@@ -36,7 +36,7 @@ def complete_recipe(prefix: str, **_: Any) -> list[str]:
 
 
 def complete_override(prefix: str, **_: Any) -> list[str]:
-    """Keys of recipes with "=" behind them, or what a key with few values can be."""
+    """Return keys of recipes with "=" behind them, or what a key with few values can be."""
     key, separator, _value = prefix.partition("=")
     if separator:
         return [f"{key}={choice}" for choice in choices_of(key)]
@@ -44,7 +44,7 @@ def complete_override(prefix: str, **_: Any) -> list[str]:
 
 
 def choices_of(key: str) -> list[str]:
-    """The values of a key that has few, as YAML writes them; none of an unknown key."""
+    """Return the values of a key that has few, as YAML writes them; none of an unknown key."""
     return _choices(_annotation_of(key))
 
 
@@ -53,7 +53,7 @@ def _is_section(key: str) -> bool:
 
 
 def _annotation_of(key: str) -> Any:
-    """The type of a key's values; None of an unknown key."""
+    """Return the type of a key's values; None of an unknown key."""
     section: type[BaseModel] | None = RLRecipe
     annotation: Any = None
     for name in key.split("."):

@@ -1,4 +1,4 @@
-"""The `batch` section: how much a step takes. Every size has its unit in its name."""
+"""The ``batch`` section: how much a step takes. Every size has its unit in its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `data` section: which prompts are trained and evaluated on, and in which order. Files have verl's columns."""
+"""The ``data`` section: which prompts are trained and evaluated on, and in which order. Files have verl's columns."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class DataSection(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Settings that contradict each other, each with the remedy."""
+        """Yield settings that contradict each other, each with the remedy."""
         if not self.train_files and not self.mixture:
             yield "train_files: there is nothing to train on; name parquet files, or give a mixture"
         if self.train_files and self.mixture:

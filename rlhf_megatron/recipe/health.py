@@ -1,4 +1,4 @@
-"""The `health` section: which numbers are watched while a run goes on, and whom to tell."""
+"""The ``health`` section: which numbers are watched while a run goes on, and whom to tell."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class HealthSection(Section):
         return self
 
     def all_rules(self) -> tuple[HealthRuleSection, ...]:
-        """The rules to follow, the recipe's own first."""
+        """Return the rules to follow, the recipe's own first."""
         return (*self.rules, *(DEFAULT_RULES if self.default_rules else ()))
 
 

@@ -34,7 +34,7 @@ from rlhf_megatron.untrusted import parse_json, read_text, reason_of, shown
 
 FILE = "hub.json"
 Commits = dict[str, str]
-# Sections, and the keys in them that take a folder; `revision` beside them is that of `path`.
+# Sections, and the keys in them that take a folder; ``revision`` beside them is that of ``path``.
 _FOLDERS = (
     ("model", "path"),
     ("model", "tokenizer"),
@@ -66,7 +66,7 @@ def with_folders(recipe: _Recipe, weights: bool, commits: Mapping[str, str] | No
 
     Raises:
         RecipeError: a revision is given for a folder.
-        HubError: see `folder_of`.
+        HubError: see ``folder_of``.
     """
     model: Any = getattr(recipe, "model")  # noqa: B009  # of every recipe, which Section does not say
     patterns = [*DESCRIPTION, *(CODE if model.trust_remote_code else ())]
@@ -87,7 +87,7 @@ def planned(recipe: _Recipe) -> _Recipe:
 
 
 def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -> _Recipe:
-    """Return `with_folders` of a run, with weights, at the commits that it began with.
+    """Return ``with_folders`` of a run, with weights, at the commits that it began with.
 
     Args:
         recipe: the run's.
@@ -95,8 +95,8 @@ def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -
         saved: gives those of the checkpoint to resume from, where another run's is named.
 
     Raises:
-        RecipeError: see `with_folders`; or the commits cannot be written.
-        HubError: see `folder_of`.
+        RecipeError: see ``with_folders``; or the commits cannot be written.
+        HubError: see ``folder_of``.
     """
     places = list(_places(recipe))
     if not places:
@@ -161,7 +161,7 @@ def _record(run: Path, commits: Commits) -> Commits:
 
 
 def _places(recipe: Section) -> Iterator[_Place]:
-    """The keys of a recipe that have names; raises RecipeError for a revision of what is none."""
+    """Yield the keys of a recipe that have names; raises RecipeError for a revision of what is none."""
     for name, key in _FOLDERS:
         section: Any = getattr(recipe, name, None)
         value = getattr(section, key, None)

@@ -1,4 +1,4 @@
-"""The `judge` section: a frozen language model that generates verdicts on responses, in engines of the job."""
+"""The ``judge`` section: a frozen language model that generates verdicts on responses, in engines of the job."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _without_unread(
 
 
 def _is_default(value: Any, field: FieldInfo) -> bool:
-    """Returns whether a plain value is what an absent key means; null is, of a section that rl cannot do without."""
+    """Return whether a plain value is what an absent key means; null is, of a section that rl cannot do without."""
     if value is None:
         return field.default is None or field.is_required()
     if isinstance(field.default, BaseModel) and isinstance(value, dict):
@@ -203,7 +203,8 @@ def _read(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _hidden_keys(value: Any, key: str) -> Iterator[str]:
-    """The keys with a hidden value: a run's own recipe.yaml would otherwise be taken for what the run was made from."""
+    """Yield the keys with a hidden value: a run's own recipe.yaml would otherwise be taken for what the run was made
+    from."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _hidden_keys(inner, f"{key}.{name}".strip("."))
@@ -226,13 +227,13 @@ def resolved_yaml(recipe: Recipe, hide: Callable[[Any], Any] = dict) -> str:
 
 
 def _complaints(where: str, problems: Sequence[str]) -> str:
-    """One line of the first problems; there may be one more than are shown."""
+    """Return one line of the first problems; there may be one more than are shown."""
     more = "; and more" if len(problems) > _MOST_COMPLAINTS else ""
     return f"{shown(where)}: " + "; ".join(problems[:_MOST_COMPLAINTS]) + more
 
 
 def _complaint(item: Any) -> str:
-    """One of pydantic's errors as "key: what is wrong; what it is"."""
+    """Return one of pydantic's errors as "key: what is wrong; what it is"."""
     key = shown(".".join(str(part) for part in item["loc"]))
     if item["type"] == "missing":
         return f"{key}: missing; add it"
@@ -245,7 +246,7 @@ def _complaint(item: Any) -> str:
 
 
 def _read_with_defaults(path: Path, parents: tuple[Path, ...], files: Iterator[int]) -> dict[str, Any]:
-    """The values of a file over those of its overlays; ``files`` counts all files that are read."""
+    """Return the values of a file over those of its overlays; ``files`` counts all files that are read."""
     if next(files) > _MOST_FILES:
         raise RecipeError(
             f"{shown(path)}: with all defaults of defaults there are more than {_MOST_FILES} files; merge"
@@ -270,7 +271,7 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...], files: Iterator[i
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in one file; raises RecipeError naming the line of a mistake in it."""
+    """Return the mapping in one file; raises RecipeError naming the line of a mistake in it."""
     try:
         os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a character that no name can have
@@ -295,7 +296,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
-    """Puts the value of a ``key.path=value`` into a recipe's plain values; raises RecipeError where it has no place."""
+    """Put the value of a ``key.path=value`` into a recipe's plain values; raises RecipeError where it has no place."""
     key, separator, text = override.partition("=")
     said = f"override {shown(repr(override))}"
     *path, last = key.split(".")
@@ -320,7 +321,8 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Problems that pydantic would tell in other words, or not at all: unknown keys, and values of a wrong kind."""
+    """Yield problems that pydantic would tell in other words, or not at all: unknown keys, and values of a wrong
+    kind."""
     for key, value in values.items():
         if key not in section.model_fields:
             yield f"unknown key {prefix}{shown(key)}{_suggestion(str(key), prefix, section)}"
@@ -337,7 +339,7 @@ def _problems(values: dict[str, Any], section: type[BaseModel], prefix: str) -> 
 
 
 def _problem_of_text(text: str) -> str | None:
-    """The problem of a text that is no name, path or address; None where it may be one."""
+    """Return the problem of a text that is no name, path or address; None where it may be one."""
     if not text.strip():
         return "is empty; give a value, or leave the key out"
     if len(text) > _MOST_CHARACTERS:
@@ -349,7 +351,7 @@ def _problem_of_text(text: str) -> str | None:
 
 
 def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
-    """The nearest key of the same section; failing that, the same or a near name anywhere in a recipe."""
+    """Return the nearest key of the same section; failing that, the same or a near name anywhere in a recipe."""
     name = name[:_LONGEST_KEY]
     if name in _WITHOUT_SENSE:
         return f": {_WITHOUT_SENSE[name]}"
@@ -362,7 +364,7 @@ def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
 
 
 def _wants_number(annotation: Any) -> bool:
-    """Returns whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
+    """Return whether a type is a number, or has one among others, and no ``bool``, which Python takes for a number."""
     parts = typing.get_args(annotation) or (annotation,)
     if bool in parts:
         return False
@@ -372,7 +374,7 @@ def _wants_number(annotation: Any) -> bool:
 
 
 def known_keys(section: type[BaseModel] = RLRecipe, prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe with its full path, sections before their fields."""
+    """Yield every key of a recipe with its full path, sections before their fields."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = section_of(field.annotation)
@@ -381,7 +383,7 @@ def known_keys(section: type[BaseModel] = RLRecipe, prefix: str = "") -> Iterato
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in ``X``, ``X | None`` or ``list[X]``."""
+    """Return the section class in ``X``, ``X | None`` or ``list[X]``."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (typing.Union, list):
         return next((inner for arg in typing.get_args(annotation) if (inner := section_of(arg))), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

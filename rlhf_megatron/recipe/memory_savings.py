@@ -1,4 +1,5 @@
-"""The sections `recompute` and `offload` of a role: memory of a GPU that is saved for time or memory of the host."""
+"""The sections ``recompute`` and ``offload`` of a role: memory of a GPU that is saved for time or memory of the
+host."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class RecomputeSection(Section):
     @field_validator("modules", mode="before")
     @classmethod
     def _outputs_are_kept(cls, value: Any) -> Any:
-        """Refuses modules whose outputs Megatron discards and restores."""
+        """Refuse modules whose outputs Megatron discards and restores."""
         discarded = next((name for name in KEPT_MODULES if isinstance(value, list) and name in value), None)
         if discarded:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The `model` section: which weights are trained, and in which numbers."""
+"""The ``model`` section: which weights are trained, and in which numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ModelSection(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub; default: main, kept at the run's first commit."""
     config: str | None = None
-    """Folder with the config.json, for `--dry-run` without `path`."""
+    """Folder with the config.json, for ``--dry-run`` without ``path``."""
     tokenizer: str | None = None
-    """Folder, OWNER/NAME, or sentencepiece file; default: `path`."""
+    """Folder, OWNER/NAME, or sentencepiece file; default: ``path``."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Of weights and activations; masters are float32."""
     read_once: bool = False

@@ -1,4 +1,4 @@
-"""The sections around training: `evaluation`, `checkpoint`, `monitor` and `cluster`."""
+"""The sections around training: ``evaluation``, ``checkpoint``, ``monitor`` and ``cluster``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TimelineSection(Section):
     """And every N-th step, 0 included; 0: none."""
 
     def has(self, step: int) -> bool:
-        """Returns whether a step is written."""
+        """Return whether a step is written."""
         return step in self.steps or bool(self.every and step % self.every == 0)
 
     @property
@@ -87,7 +87,7 @@ class TimelineSection(Section):
 
 
 class ProfileSection(Section):
-    """Records kernels; slower."""
+    """Recording of kernels; slower."""
 
     steps: list[Annotated[int, Field(gt=0)]] = Field(default=[])
     """These steps."""
@@ -127,7 +127,7 @@ class RolloutsSection(Section):
     """At most, of a step's first groups; at least one group."""
 
     def has(self, step: int) -> bool:
-        """Returns whether rows of a step are kept."""
+        """Return whether rows of a step are kept."""
         return bool(self.every) and step % self.every == 0
 
 
@@ -164,7 +164,7 @@ class MonitorSection(Section):
     timeline: TimelineSection = TimelineSection()
     """Writes phases to timeline/step-N.json, a Chrome trace. Step 0 is the start."""
     profile: ProfileSection = ProfileSection()
-    """Records kernels; slower."""
+    """Recording of kernels; slower."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> MonitorSection:
@@ -207,11 +207,11 @@ class ClusterSection(Section):
     gpus_per_node: int = Field(default=8, gt=0)
     """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
-    """`--dry-run` compares its estimate."""
+    """``--dry-run`` compares its estimate."""
     memory_reserve_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Kept free in plans beside 5%."""
     gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None
-    """For `--dry-run`'s step time."""
+    """For ``--dry-run``'s step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
     """Inter-node bandwidth per GPU, for estimates."""
 

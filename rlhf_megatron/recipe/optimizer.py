@@ -1,4 +1,4 @@
-"""The section `optimizer` of the roles that learn: AdamW, its schedule, and what of it is sharded and overlapped."""
+"""The section ``optimizer`` of the roles that learn: AdamW, its schedule, and what of it is sharded and overlapped."""
 
 from __future__ import annotations
 

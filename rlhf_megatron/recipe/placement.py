@@ -17,7 +17,7 @@ _SPAN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def ranks_of(where: str, text: str, world_size: int, gpus_per_node: int) -> list[int]:
-    """The rising global ranks that ``text`` names: "all", "0-3", "0,2-3", or "node0:0-3;node1:0-3".
+    """Return the rising global ranks that ``text`` names: "all", "0-3", "0,2-3", or "node0:0-3;node1:0-3".
 
     Ranks of a node are counted within it. ``where`` is the recipe's key, for errors: raises RecipeError where the text
     is none of these, names a rank twice, or one that ``world_size`` does not have.

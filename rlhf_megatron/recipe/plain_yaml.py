@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         self._extents: dict[yaml.Node, _Extent] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises ComposerError for what is too deep, too large, of another kind, or part of itself."""
+        """Raise ComposerError for what is too deep, too large, of another kind, or part of itself."""
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _extent(self, node: yaml.Node) -> _Extent:
-        """Raises ComposerError where aliases make a node too deep or too large."""
+        """Raise ComposerError where aliases make a node too deep or too large."""
         inner = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
         extents = [self._extents[each] for each in inner] if isinstance(node, yaml.CollectionNode) else []
         values = 1 + sum(extent.values for extent in extents)
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         return _Extent(values, levels)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Raises ConstructorError for a value such as !!int x."""
+        """Raise ConstructorError for a value such as !!int x."""
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as error:
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Returns the value of a YAML text with one document; no part of it is shared with another.
+    """Return the value of a YAML text with one document; no part of it is shared with another.
 
     Raises yaml.YAMLError for what is no YAML, is larger than any recipe, or holds dates, sets, binary data or keys that
     are no text; ``yaml_problem`` tells it in one line.
@@ -95,7 +95,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:
-    """Returns where a text is not right, and why, in one line."""
+    """Return where a text is not right, and why, in one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return shown(" ".join(str(error).split()), 300)
     mark = error.problem_mark or error.context_mark
@@ -104,7 +104,8 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def _copy(value: Any) -> Any:
-    """A value whose mappings and lists are its own: what changes one use of an alias must not change the others."""
+    """Return a value whose mappings and lists are its own: what changes one use of an alias must not change the
+    others."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
@@ -127,7 +128,7 @@ def _check_kind(node: yaml.Node) -> None:
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
-    """Raises ComposerError at the second of two equal keys, and at one that is no text."""
+    """Raise ComposerError at the second of two equal keys, and at one that is no text."""
     seen = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -141,7 +142,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _unreadable(node: yaml.Node) -> yaml.MarkedYAMLError:
-    """The error at a node that is not what it says, or that no recipe has."""
+    """Return the error at a node that is not what it says, or that no recipe has."""
     kind = node.tag.removeprefix(_TAG)
     what = _quoted(node.value) if isinstance(node, yaml.ScalarNode) else "this"
     return _refused(f"{what} cannot be read as {kind}; quote it if it is text", node.start_mark)

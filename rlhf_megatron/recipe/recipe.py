@@ -39,7 +39,7 @@ _ROUNDING = 1e-6  # of a step, for a number of epochs such as 2/3
 
 
 def check_run_name(name: str) -> None:
-    """Raises ValueError where ``name`` cannot be that of a folder beside those of other runs."""
+    """Raise ValueError where ``name`` cannot be that of a folder beside those of other runs."""
     if not _RUN_NAME.fullmatch(name):
         raise ValueError(
             f"{shown(repr(name))} cannot name a run folder; begin with a letter or digit, go on with those and "
@@ -106,12 +106,12 @@ class Recipe(Section):
         return self
 
     def _checks(self) -> list[Callable[[], None]]:
-        """Checks of several sections together; each raises ValueError where it fails."""
+        """Check of several sections together; each raises ValueError where it fails."""
         own = [self._check_length, self._check_fp8, self._check_evaluations, self._check_keep_best]
         return [*own, *self._checks_of_length()]
 
     def _checks_of_length(self) -> list[Callable[[], None]]:
-        """Those of keys that depend on the number of steps, once that is known."""
+        """Return those of keys that depend on the number of steps, once that is known."""
         return [self._check_compared_steps, self._check_recorded_steps] if self.steps else []
 
     def _check_length(self) -> None:
@@ -212,7 +212,8 @@ class Recipe(Section):
         return self.roles
 
     def shares_prompts(self, section: RoleSection) -> bool:
-        """True if the role of ``section`` computes a prompt once for the rows of a micro-batch that begin with it."""
+        """Return True if the role of ``section`` computes a prompt once for the rows of a micro-batch that begin with
+        it."""
         return self.actor.shared_prompts and not isinstance(section, RewardModelSection)
 
     def dtype_of(self, section: RoleSection) -> str:

@@ -1,4 +1,4 @@
-"""The `reward` section: what a response is worth, and what happens when that cannot be found out."""
+"""The ``reward`` section: what a response is worth, and what happens when that cannot be found out."""
 
 from __future__ import annotations
 

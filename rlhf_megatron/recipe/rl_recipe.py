@@ -159,7 +159,7 @@ class RLRecipe(RolloutRecipe):
         return None
 
     def _check_rewards(self) -> None:
-        """Refuses rewards that would be the same for every response."""
+        """Refuse rewards that would be the same for every response."""
         longest = self.rollout.max_response_length
         for source in (self.reward, *self.reward.parts):
             if source.length_low >= longest:
@@ -181,7 +181,7 @@ class RLRecipe(RolloutRecipe):
             )
 
     def _check_filter_groups(self) -> None:
-        """Refuses dynamic sampling that could never have the groups of a step together."""
+        """Refuse dynamic sampling that could never have the groups of a step together."""
         settings, group, wanted = (
             self.algorithm.filter_groups,
             self.batch.responses_per_prompt,
@@ -218,7 +218,7 @@ class RLRecipe(RolloutRecipe):
             )
 
     def _check_corrected(self) -> None:
-        """Refuses answers of other policies than the actor's without a correction."""
+        """Refuse answers of other policies than the actor's without a correction."""
         algorithm = self.algorithm
         corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
         if self.rollout.quantization and not corrected:
@@ -299,7 +299,7 @@ class RLRecipe(RolloutRecipe):
             raise ValueError(f"{name}: it reads one answer to a prompt, and rollout.agent has several; leave one out")
 
     def _check_branches(self) -> None:
-        """Refuses what knows one row per trajectory, where there may be several."""
+        """Refuse what knows one row per trajectory, where there may be several."""
         if not self.has_branches:
             return
         name, algorithm = "agent" if self.rollout.agent else "multi_turn.context", self.algorithm

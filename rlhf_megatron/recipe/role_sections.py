@@ -1,4 +1,5 @@
-"""The sections of the roles: `actor`, `reference`, `critic`, `reward_model`, each with its layout and adapters."""
+"""The sections of the roles: ``actor``, ``reference``, ``critic``, ``reward_model``, each with its layout and
+adapters."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class RoleSection(Section):
     @field_validator("tokens_per_gpu", mode="before")
     @classmethod
     def _tokens_are_a_number_or_auto(cls, value: Any) -> Any:
-        """Refuses in one line what pydantic would refuse in one for each of both types."""
+        """Refuse in one line what pydantic would refuse in one for each of both types."""
         if value != "auto" and (type(value) is not int or value <= 0):
             raise ValueError(f"must be a number of tokens above 0, or auto; it is {shown(repr(value), 40)}")
         return value
@@ -126,7 +127,7 @@ class RoleSection(Section):
 
 
 def transformer_engine_can(context: int, float32: bool, shares_prompts: bool = False) -> bool:
-    """Returns whether Transformer Engine has layers for a model.
+    """Return whether Transformer Engine has layers for a model.
 
     In float32 its attention has neither context parallelism nor sequences with more keys than queries.
     """

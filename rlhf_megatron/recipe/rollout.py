@@ -1,4 +1,4 @@
-"""The `rollout` section: how vLLM generates."""
+"""The ``rollout`` section: how vLLM generates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DrawnLengthsSection(Section):
     """Of the log length; 0: all have the mean."""
 
     def of_row(self, row: int) -> int:
-        """The length of a step's row, 1 or more; the same in every step."""
+        """Return the length of a step's row, 1 or more; the same in every step."""
         location = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(random.Random(row).lognormvariate(location, self.sigma)))
 

@@ -29,14 +29,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_variable(key: str, name: str | None) -> None:
-    """Raises ValueError where ``name`` cannot be that of an environment variable, as its value is not; it stays hidden,
+    """Raise ValueError where ``name`` cannot be that of an environment variable, as its value is not; it stays hidden,
     since it may be a secret."""
     if name is not None and not _VARIABLE.fullmatch(name):
         raise ValueError(f"{key}: names an environment variable, of letters, digits and _; what is given is none")
 
 
 def make_all(checks: Iterable[Callable[[], None]]) -> None:
-    """Makes all checks, and raises ValueError with what those say that raise one."""
+    """Make all checks, and raise ValueError with what those say that raise one."""
     problems = []
     for check in checks:
         try:
@@ -57,7 +57,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, field: ValidationInfo) -> Any:
-        """Refuses true and false in place of a number, which Python has as 1 and 0, and numbers in place of them."""
+        """Refuse true and false in place of a number, which Python has as 1 and 0, and numbers in place of them."""
         assert field.field_name is not None
         kinds = _kinds_of(cls, field.field_name)
         for each in value if isinstance(value, list) else [value]:
@@ -70,7 +70,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _numbers_fit(cls, value: Any) -> Any:
-        """Refuses numbers that would overflow, or vanish, on the way to where they are used."""
+        """Refuse numbers that would overflow, or vanish, on the way to where they are used."""
         for each in value if isinstance(value, list) else [value]:
             if type(each) is int and abs(each) > LARGEST_INTEGER:
                 raise ValueError(f"must be a number of 32 bits, up to {LARGEST_INTEGER}; it is {shown(each, 40)}")
@@ -84,24 +84,24 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _shipped_files_are_found(cls, value: Any) -> Any:
-        """Finds recipes/... also where the working directory is no checkout."""
+        """Find recipes/... also where the working directory is no checkout."""
         if isinstance(value, list):
             return [shipped_path(each) if isinstance(each, str) else each for each in value]
         return shipped_path(value) if isinstance(value, str) else value
 
     def changed(self, *keys: str) -> list[str]:
-        """Those of these keys whose values are not the defaults; a recipe that is written out has them all."""
+        """Return those of these keys whose values are not the defaults; a recipe that is written out has them all."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
 
 @functools.cache
 def _kinds_of(section: type[Section], field: str) -> set[type]:
-    """The ``_kinds`` of a field's annotation."""
+    """Return the ``_kinds`` of a field's annotation."""
     return _kinds(section.model_fields[field].annotation)
 
 
 def _kinds(annotation: Any) -> set[type]:
-    """The classes that an annotation is made of; a Literal has those of its choices."""
+    """Return the classes that an annotation is made of; a Literal has those of its choices."""
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return {type(choice) for choice in arguments}

@@ -1,4 +1,5 @@
-"""The sections of a job: `retry` and `slurm`. launch/submit.py and the start of a run read them; training does not."""
+"""The sections of a job: ``retry`` and ``slurm``. launch/submit.py and the start of a run read them; training does
+not."""
 
 from __future__ import annotations
 

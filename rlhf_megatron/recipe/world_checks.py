@@ -14,7 +14,7 @@ from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 
 
 def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
-    """The role's own layout, or the actor's."""
+    """Return the role's own layout, or the actor's."""
     return section.layout or recipe.actor.layout
 
 
@@ -40,7 +40,7 @@ def _ranks_of_judge(recipe: RLRecipe) -> str:
 
 
 def give_way(recipe: RLRecipe, ranks: Sequence[int], world_size: int) -> bool:
-    """Returns whether engines on ``ranks`` are there in turn with roles, and so may sleep: not ahead of learning."""
+    """Return whether engines on ``ranks`` are there in turn with roles, and so may sleep: not ahead of learning."""
     roles = set().union(*(role_ranks(recipe, name, world_size) for name in recipe.roles_made))
     return not recipe.rollout_is_ahead and not roles.isdisjoint(ranks)
 
@@ -65,7 +65,7 @@ def _roles_together(texts: tuple[tuple[str, str], ...], world_size: int, gpus: i
 
 
 def check_world(recipe: Recipe, world_size: int) -> None:
-    """Raises RecipeError where a layout does not fit on ``world_size`` GPUs."""
+    """Raise RecipeError where a layout does not fit on ``world_size`` GPUs."""
     for check in world_checks(recipe, world_size):
         check()
 
@@ -111,7 +111,8 @@ def _check_rollout(recipe: RLRecipe, world_size: int) -> None:
 
 
 def _check_judge(recipe: RLRecipe, world_size: int, generating: Sequence[int]) -> None:
-    """Whole replicas, on ranks of their own or on those of a replica of the rollout: vLLM's groups are a process's."""
+    """Check that the judge has whole replicas, on ranks of their own or on those of a replica of the rollout: vLLM's
+    groups are a process's."""
     if recipe.judge is None:
         return
     layout, ranks = recipe.judge.layout, judge_ranks(recipe, world_size)
@@ -140,13 +141,14 @@ def _check_profile(recipe: Recipe, world_size: int) -> None:
 
 
 def learners_of(recipe: Recipe, world_size: int) -> list[int]:
-    """The rising ranks of the roles that learn, or that learning asks: all but the reward model."""
+    """Return the rising ranks of the roles that learn, or that learning asks: all but the reward model."""
     roles = [name for name in recipe.roles_made if name != "reward_model"]
     return sorted(set().union(*(role_ranks(recipe, name, world_size) for name in roles)))
 
 
 def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> None:
-    """No GPU without work; and where rollout is ahead of learning, none that would have to do both at a time."""
+    """Check that no GPU is without work, and where rollout is ahead of learning, that there is none that would have to
+    do both at a time."""
     placed = {name: set(role_ranks(recipe, name, world_size)) for name in recipe.roles_made}
     texts = {name: section.ranks for name, section in recipe.roles_made.items()}
     if recipe.judge:
@@ -173,7 +175,7 @@ def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> Non
 
 
 def _check_shares(recipe: RLRecipe, replicas: int) -> None:
-    """Replicas with fixed shares, each of which ends a step by itself, must have equal ones."""
+    """Check replicas with fixed shares, each of which ends a step by itself: they must have equal ones."""
     filters = recipe.algorithm.filter_groups
     prompts = (filters.prompts_per_round if filters.enable else None) or recipe.batch.prompts_per_step
     section = recipe.rollout
@@ -185,7 +187,7 @@ def _check_shares(recipe: RLRecipe, replicas: int) -> None:
 
 
 def _check_fill(where: str, parts: dict[str, int | None], world_size: int) -> None:
-    """The given degrees must fill the world, or divide it where ``data`` is left to be what remains."""
+    """Check the given degrees, which must fill the world, or divide it where ``data`` is left to be what remains."""
     product = 1
     for degree in parts.values():
         product *= degree or 1

@@ -19,7 +19,8 @@ class RegatherByType:
     def __init__(
         self, plan: RankPlan, tensors: Iterable[str], dtype: torch.dtype, device: torch.device | str, **options: Any
     ) -> None:
-        """Collective over the world, which has the same model of these ``tensors``; ``options`` as in ``Regather``."""
+        """Set up, collectively over the world, which has the same model of these ``tensors``; ``options`` as in
+        ``Regather``."""
         usual, exact = plan, None
         if dtype != torch.float32 and any(map(stays_float32, tensors)):
             usual, exact = plan.split(stays_float32)

@@ -32,7 +32,8 @@ def wanted_items(
     held: Callable[[str], Iterable[tuple[Region, Mapping[Shard, Block]]]],
     first: Shard | None = None,
 ) -> list[Item]:
-    """The rectangles that shards of one host want, of those that ``held`` has of a tensor, each with who wants it.
+    """Return the rectangles that shards of one host want, of those that ``held`` has of a tensor, each with who wants
+    it.
 
     A shard that wants one twice has two. ``first``: the first of the shards; only what it wants counts.
     """
@@ -55,7 +56,8 @@ def wanted_items(
 
 
 def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
-    """Those of ``blocks`` whose rows and columns are not all beside those of ``wanted``; quicker than to intersect."""
+    """Return those of ``blocks`` whose rows and columns are not all beside those of ``wanted``; quicker than to
+    intersect."""
     bounds: dict[str, tuple[int, int, int, int]] = {}
     for block in wanted:
         (top, bottom), (left, right) = block.region[0], block.region[-1]
@@ -74,7 +76,7 @@ def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
 
 
 def grouped(items: Iterable[Item]) -> Groups:
-    """Items by the shards that hold and want them, each group in an order that all ranks find."""
+    """Return items by the shards that hold and want them, each group in an order that all ranks find."""
     groups: Groups = defaultdict(list)
     for item in items:
         groups[tuple(item.holders), tuple(sorted(item.wanted))].append(item)
@@ -84,7 +86,7 @@ def grouped(items: Iterable[Item]) -> Groups:
 
 
 def deal(items: Sequence[Item], takes: Sequence[tuple[_T, float]]) -> Iterator[tuple[_T, Item, Region]]:
-    """``items`` end to end, cut between rows into the fractions of ``takes``: (whose it is, item, its part)."""
+    """Yield ``items`` end to end, cut between rows into the fractions of ``takes``: (whose it is, item, its part)."""
     if len(takes) == 1:
         yield from ((takes[0][0], item, item.region) for item in items)
         return

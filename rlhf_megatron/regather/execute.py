@@ -50,7 +50,7 @@ class Regather:
         source_dtype: torch.dtype | None = None,
         peers: PeerMemory | None = None,
     ) -> None:
-        """Compares the plans of all ranks and allocates at most ``staging_bytes``; collective over the world.
+        """Compare the plans of all ranks and allocate at most ``staging_bytes``; collective over the world.
 
         ``dtype`` is the destinations', ``source_dtype`` the sources', the same by default: numbers are cast before they
         travel. Where none are, contiguous pieces of ``direct_bytes`` or more travel without a buffer (None: never).
@@ -86,7 +86,7 @@ class Regather:
 
     @torch.no_grad()
     def run(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        """Fills ``destinations`` (this rank's, by parameter name) from every rank's ``sources``.
+        """Fill ``destinations`` (this rank's, by parameter name) from every rank's ``sources``.
 
         Collective over the world. Storage stays where it is; rows that pad a vocabulary become zero. What is a view of
         its source already is not touched: it has the source's padding too. On a GPU the copies are on their way when
@@ -108,12 +108,12 @@ class Regather:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 
     def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        """Raises RegatherError on every rank where ``destinations`` is not what ``sources`` is; collective."""
+        """Raise RegatherError on every rank where ``destinations`` is not what ``sources`` is; collective."""
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
         verify_weights(self.plan.forwarding, self._dtype, self._transport, destinations, destinations)
 
     def _read(self) -> None:
-        """Takes what the node's other ranks have, when they have finished it and before they change it again."""
+        """Take what the node's other ranks have, when they have finished it and before they change it again."""
         if self._peers is None:
             return
         self._peers.barrier()
@@ -121,7 +121,7 @@ class Regather:
         self._peers.barrier()
 
     def _exchange(self) -> None:
-        """Packs a round while the one before it travels, then unpacks that one; forwards when all has arrived."""
+        """Pack a round while the one before it travels, then unpack that one; forwards when all has arrived."""
         for _, part in itertools.groupby(self._turns, lambda turn: turn.forwards):
             turns = list(part)
             under_way = self._start(turns[0])
@@ -138,7 +138,7 @@ class Regather:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """On a GPU a stream of its own, so that copies within the rank do not hold up what travels."""
+        """Use a stream of its own on a GPU, so that copies within the rank do not hold up what travels."""
         if self._side_stream is None:
             yield
             return
@@ -147,7 +147,7 @@ class Regather:
             yield
 
     def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        """Works out the copies between parameters and buffers, unless all are where they were the last time."""
+        """Work out the copies between parameters and buffers, unless all are where they were the last time."""
         addresses = tuple(tensor.data_ptr() for side in (sources, destinations) for tensor in side.values())
         if addresses == self._addresses:
             return
@@ -169,7 +169,7 @@ class Regather:
         self._addresses = addresses
 
     def _bind_reads(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> RectangleCopies:
-        """The copies out of other ranks' parameters, which know this rank's where they were."""
+        """Return the copies out of other ranks' parameters, which know this rank's where they were."""
         if self._peers is None:
             return RectangleCopies([], [])
         for name, address in self._peers.own.items():
@@ -182,7 +182,7 @@ class Regather:
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]
     ) -> tuple[dict[int, list[Tensor]], list[Tensor], list[Tensor]]:
-        """Tensors to or from each peer; windows of parameters, and the segments of buffers that belong to them.
+        """Return tensors to or from each peer; windows of parameters, and the segments of buffers that belong to them.
 
         A contiguous window that is all there is for a buffer travels without it, whatever its other end is like.
         """
@@ -218,12 +218,12 @@ def _target(copy: Copy, destinations: Mapping[str, Tensor]) -> Tensor:
 
 
 def _is_view(copy: Copy, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
-    """Returns whether a copy within the rank would read what it writes."""
+    """Return whether a copy within the rank would read what it writes."""
     return _origin(copy, sources).data_ptr() == _target(copy, destinations).data_ptr()
 
 
 def _padding(plan: RankPlan, destinations: Mapping[str, Tensor], shared: Collection[str]) -> list[Tensor]:
-    """The last rows of a parameter that no copy fills, but not of ``shared`` ones.
+    """Return the last rows of a parameter that no copy fills, but not of ``shared`` ones.
 
     Raises RegatherError where anything else is not filled.
     """

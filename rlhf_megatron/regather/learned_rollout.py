@@ -105,7 +105,7 @@ def _vllm_version() -> str:
 def check_engine(
     architecture: Architecture, learned: Sequence[Block] | None, parameters: Sequence[str], where: str
 ) -> None:
-    """Raises ModelError on every rank where one has an engine whose ``parameters`` are not those that were ``learned``.
+    """Raise ModelError on every rank where one has an engine whose ``parameters`` are not those that were ``learned``.
 
     Collective over the world; ``learned`` is None on a rank without an engine.
     """

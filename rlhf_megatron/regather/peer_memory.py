@@ -50,16 +50,16 @@ class PeerMemory:
     _opened: list[Any]
 
     def barrier(self) -> None:
-        """Has all that is asked of this rank's GPU from now on begin when all ranks have come here; collective."""
+        """Have all that is asked of this rank's GPU from now on begin when all ranks have come here; collective."""
         dist.all_reduce(self._signal)
 
     def close(self) -> None:
-        """Gives the mappings back, before their owners free the memory."""
+        """Give the mappings back, before their owners free the memory."""
         _close_all(self._opened)
 
 
 def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | None:
-    """Maps what ``plan`` receives from ranks of the same host; collective over the world.
+    """Map what ``plan`` receives from ranks of the same host; collective over the world.
 
     ``sources`` are this rank's parameters, which must not move from here on. None, on all ranks alike, where there are
     no GPUs, where nothing would be read, or where one rank cannot map another's memory: GPUs without a link, memory of
@@ -86,7 +86,7 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
-    """Describes, for the console, how what ``plan`` receives reaches this rank."""
+    """Describe, for the console, how what ``plan`` receives reaches this rank."""
     received, forwarded = (plan.bytes_received(dtype.itemsize), plan.forwarding.bytes_received(dtype.itemsize))
     sent = plan.without(peers.near).bytes_received(dtype.itemsize) if peers else received
     ways = [
@@ -98,7 +98,7 @@ def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dty
 
 
 def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
-    """``copies`` in small pieces, in an order in which every source is asked evenly from the first to the last.
+    """Return ``copies`` in small pieces, in an order in which every source is asked evenly from the first to the last.
 
     In the order of the parameters all ranks would read from the same one at a time.
     """
@@ -115,7 +115,7 @@ def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
-    """Handles of the allocations that hold ``parameters``; None where CUDA has none for them."""
+    """Return handles of the allocations that hold ``parameters``; None where CUDA has none for them."""
     handles: dict[int, tuple[int, bytes]] = {}  # the allocation's address -> its number and its handle
     locations = {}
     for name, parameter in parameters.items():
@@ -131,7 +131,8 @@ def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
 
 
 def _open(offers: Sequence[_Offer], ranks: set[int], opened: list[Any]) -> dict[int, dict[str, Tensor]] | None:
-    """The parameters that ``ranks`` offer, None where one cannot be mapped; ``opened`` gets what is to be closed."""
+    """Return the parameters that ``ranks`` offer, None where one cannot be mapped; ``opened`` gets what is to be
+    closed."""
     from cuda.bindings import driver
 
     mapped: dict[int, dict[str, Tensor]] = {}
@@ -162,7 +163,7 @@ def _close_all(opened: list[Any]) -> None:
 
 
 def _driver(name: str, *arguments: Any) -> Any:
-    """Calls a function of CUDA's driver; raises OSError where it fails."""
+    """Call a function of CUDA's driver; raises OSError where it fails."""
     from cuda.bindings import driver
 
     error, *values = getattr(driver, name)(*arguments)

@@ -51,7 +51,8 @@ class ShardSpec:
     """
 
     def __init__(self, shard_of: Mapping[int, Shard], blocks_of: Callable[[Shard], Sequence[Block]]) -> None:
-        """``shard_of`` names the shard of each rank, ``blocks_of`` gives a shard's blocks, always in one order."""
+        """Set up; ``shard_of`` names the shard of each rank, ``blocks_of`` gives a shard's blocks, always in one
+        order."""
         self.shard_of, self.blocks_of = dict(shard_of), functools.cache(blocks_of)
         self.ranks: dict[Shard, list[int]] = defaultdict(list)
         for rank in sorted(self.shard_of):
@@ -59,11 +60,11 @@ class ShardSpec:
 
     @classmethod
     def of(cls, blocks: Mapping[int, Sequence[Block]]) -> ShardSpec:
-        """From each rank's list of blocks."""
+        """Make it from each rank's list of blocks."""
         return cls({rank: rank for rank in blocks}, lambda rank: blocks[rank])
 
     def blocks(self, rank: int) -> Sequence[Block]:
-        """The blocks of ``rank``; none if it is not on this side."""
+        """Return the blocks of ``rank``; none if it is not on this side."""
         return self.blocks_of(self.shard_of[rank]) if rank in self.shard_of else []
 
 
@@ -102,13 +103,13 @@ class RankPlan:
         return RankPlan(self.rank, self.forwards, self.forwarded, [])
 
     def without(self, ranks: Collection[int]) -> RankPlan:
-        """The plan without what goes to or comes from the sources of these; what is forwarded stays."""
+        """Return the plan without what goes to or comes from the sources of these; what is forwarded stays."""
         sends = [copy for copy in self.sends if copy.destination not in ranks]
         receives = [copy for copy in self.receives if copy.source not in ranks]
         return dataclasses.replace(self, sends=sends, receives=receives)
 
     def split(self, apart: Callable[[str], bool]) -> tuple[RankPlan, RankPlan]:
-        """The plan of all tensors but those that are to be kept ``apart``, by name, and the plan of these."""
+        """Return the plan of all tensors but those that are to be kept ``apart``, by name, and the plan of these."""
         sides = (self.sends, self.receives, self.local, self.forwards, self.forwarded)
         usual, others = (
             RankPlan(self.rank, *([copy for copy in side if apart(copy.tensor) == wanted] for side in sides))
@@ -117,15 +118,15 @@ class RankPlan:
         return usual, others
 
     def bytes_received(self, element_bytes: int) -> int:
-        """Bytes that reach this rank from others."""
+        """Return bytes that reach this rank from others."""
         return sum(copy.elements for copy in self.arriving) * element_bytes
 
     def bytes_kept(self, element_bytes: int) -> int:
-        """Bytes of the destination's weights that this rank has in the end."""
+        """Return bytes of the destination's weights that this rank has in the end."""
         return self.bytes_received(element_bytes) + sum(copy.elements for copy in self.local) * element_bytes
 
     def bytes_sent(self, element_bytes: int) -> int:
-        """Bytes that others get from this rank."""
+        """Return bytes that others get from this rank."""
         return sum(copy.elements for copy in self.leaving) * element_bytes
 
 
@@ -134,7 +135,7 @@ Index = dict[str, dict[Region, dict[Shard, Block]]]
 
 @without_garbage_collection()
 def plan_regather(sources: ShardSpec, destinations: ShardSpec, rank: int, hosts: Sequence[int] | int = 8) -> RankPlan:
-    """Plans what ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
+    """Plan what ``rank`` sends, receives and copies within itself, so that every destination gets each element once.
 
     ``hosts``: the host of each rank, or how many ranks each has. A destination takes what it holds itself, and the rest
     from ranks of its host where one holds it. What none there holds reaches a host once: of a rectangle that k of its
@@ -157,7 +158,7 @@ def _where_to(copy: Copy) -> tuple[str, tuple[int, ...]]:
 
 
 def index_sources(sources: ShardSpec, tensors: set[str]) -> Index:
-    """Indexes the shards that hold each rectangle of ``tensors``."""
+    """Index the shards that hold each rectangle of ``tensors``."""
     index: Index = defaultdict(dict)
     for shard in sources.ranks:
         for block in sources.blocks_of(shard):
@@ -167,7 +168,7 @@ def index_sources(sources: ShardSpec, tensors: set[str]) -> Index:
 
 
 def host_function(hosts: Sequence[int] | int) -> Callable[[int], int]:
-    """The host of a rank, from that of each or from how many ranks each host has."""
+    """Return the host of a rank, from that of each or from how many ranks each host has."""
     return (lambda rank: rank // hosts) if isinstance(hosts, int) else hosts.__getitem__
 
 
@@ -191,7 +192,7 @@ class HostShares:
         return list(self._hosts_with)
 
     def shards_on(self, host: int) -> Shards:
-        """The destinations' shards that a host has."""
+        """Return the destinations' shards that a host has."""
         return tuple(sorted({self.destinations.shard_of[rank] for rank in self.ranks_on[host]}))
 
     def of(self, holders: Shards, wanting: Shards, mix: Shards) -> Shares:
@@ -209,7 +210,7 @@ class HostShares:
 def _receives(
     index: Index, shares: HostShares, wanted: Sequence[Block], rank: int
 ) -> tuple[list[Copy], list[Copy], list[Copy], list[Copy]]:
-    """The copies that ``rank`` receives, makes within itself, forwards and is forwarded."""
+    """Return the copies that ``rank`` receives, makes within itself, forwards and is forwarded."""
     receives: list[Copy] = []
     local: list[Copy] = []
     forwards: list[Copy] = []
@@ -242,7 +243,7 @@ def _receives(
 
 
 def _check_sources(index: Index, wanted: Sequence[Block], rank: int) -> None:
-    """Raises PlanError where an element of ``wanted`` is held by nobody."""
+    """Raise PlanError where an element of ``wanted`` is held by nobody."""
     for block in wanted:
         covered = 0
         for region in index.get(block.tensor, ()):
@@ -257,7 +258,7 @@ def _check_sources(index: Index, wanted: Sequence[Block], rank: int) -> None:
 
 
 def _sends(index: Index, shares: HostShares, own: Sequence[Block], rank: int) -> Iterator[Copy]:
-    """The copies that others get from ``rank``: for each set of shards on a host, the shares that fall to it."""
+    """Yield the copies that others get from ``rank``: for each set of shards on a host, the shares that fall to it."""
     mine: dict[str, list[Block]] = defaultdict(list)
     for block in own:
         mine[block.tensor].append(block)
@@ -295,7 +296,7 @@ def _copy(item: Item, region: Region, source: int, held: Block, destination: int
 
 
 def _offset(block: Block, region: Region) -> tuple[int, ...]:
-    """The offset of ``region`` in the parameter of ``block``."""
+    """Return the offset of ``region`` in the parameter of ``block``."""
     if region == block.region:
         return block.offset
     zipped = zip(block.offset, region, block.region, strict=True)

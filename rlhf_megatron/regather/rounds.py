@@ -9,7 +9,7 @@ from rlhf_megatron.regather.plan import Copy
 
 
 def split_copy(copy: Copy, limit: int) -> list[Copy]:
-    """``copy`` in equal pieces of at most ``limit`` elements, cut between rows (a single row is never cut)."""
+    """Return ``copy`` in equal pieces of at most ``limit`` elements, cut between rows (a single row is never cut)."""
     (start, stop), *rest = copy.region
     most = max(1, limit // max(1, copy.elements // (stop - start)))  # rows of a piece
     rows = -(-(stop - start) // -(-(stop - start) // most))
@@ -24,7 +24,7 @@ def split_copy(copy: Copy, limit: int) -> list[Copy]:
 
 
 def rounds(copies: Sequence[Copy], limit: int) -> list[list[Copy]]:
-    """The transfers of one pair of ranks, at most ``limit`` elements at a time; both ends find the same rounds.
+    """Return the transfers of one pair of ranks, at most ``limit`` elements at a time; both ends find the same rounds.
 
     A piece above half of ``limit`` goes alone: where it is contiguous it then needs no buffer.
     """

@@ -15,7 +15,8 @@ from rlhf_megatron.topology.layout import Layout
 def trainer_shards(
     architecture: Architecture, layout: Layout, ranks: Sequence[int], implementation: Implementation = "local"
 ) -> ShardSpec:
-    """The shards of a Megatron role whose positions are the global ``ranks``; data-parallel ranks are one shard."""
+    """Return the shards of a Megatron role whose positions are the global ``ranks``; data-parallel ranks are one
+    shard."""
     shard_of: dict[int, Shard] = {}
     position_of: dict[Shard, int] = {}
     for position, rank in enumerate(ranks):
@@ -29,8 +30,8 @@ def trainer_shards(
 def adapter_shards(
     architecture: Architecture, adaptation: Adaptation, layout: Layout, ranks: Sequence[int]
 ) -> ShardSpec:
-    """The shards of the adapters of a Megatron role in ``layout``: of each pipeline stage one for each part of the
-    experts."""
+    """Return the shards of the adapters of a Megatron role in ``layout``: of each pipeline stage one for each part of
+    the experts."""
     flat = adapter_layout(layout)
     shard_of: dict[int, Shard] = {}
     position_of: dict[Shard, int] = {}
@@ -48,7 +49,8 @@ def rollout_shards(
     expert_parallel: bool = False,
     learned: Sequence[Sequence[Block]] | None = None,
 ) -> ShardSpec:
-    """The shards of vLLM's replicas, of ``tensor`` neighbours in ``ranks`` each; a shard is a position in the replica.
+    """Return the shards of vLLM's replicas, of ``tensor`` neighbours in ``ranks`` each; a shard is a position in the
+    replica.
 
     ``learned`` are the blocks of each, for a model whose family has no table of them (``learned_rollout``).
     """
@@ -59,7 +61,7 @@ def rollout_shards(
 
 
 def parameter_shapes(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters that ``blocks`` fill, without what pads a vocabulary."""
+    """Return the shapes of the parameters that ``blocks`` fill, without what pads a vocabulary."""
     shapes: dict[str, tuple[int, ...]] = {}
     for block in blocks:
         ends = [begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True)]

@@ -61,7 +61,7 @@ def share_demand(holders: Sequence[int], demanders: Sequence[int], host_of: Call
 
 
 def _legs(takes: Sequence[tuple[int, float]], receivers: Sequence[int]) -> list[tuple[Leg, float]]:
-    """One host's demand, which sources serve up to these fractions, in equal parts for its ``receivers``."""
+    """Return one host's demand, which sources serve up to these fractions, in equal parts for its ``receivers``."""
     legs: list[tuple[Leg, float]] = []
     before = 0.0
     for number, receiver in enumerate(receivers, start=1):
@@ -74,7 +74,7 @@ def _legs(takes: Sequence[tuple[int, float]], receivers: Sequence[int]) -> list[
 
 
 def _water_level(loads: Sequence[float], amount: float) -> float:
-    """The level to which ``amount`` fills vessels that stand at ``loads``, in rising order."""
+    """Return the level to which ``amount`` fills vessels that stand at ``loads``, in rising order."""
     below = 0.0
     for count, load in enumerate(loads, start=1):
         below += load
@@ -85,7 +85,7 @@ def _water_level(loads: Sequence[float], amount: float) -> float:
 
 
 def _lay_out(demanders: Sequence[int], capacities: Sequence[tuple[int, float]]) -> dict[int, list[tuple[int, float]]]:
-    """Demands of 1 each, end to end on a line, cut where the capacities (with the same sum) end."""
+    """Lay out demands of 1 each, end to end on a line, cut where the capacities (with the same sum) end."""
     ends = list(itertools.accumulate(capacity for _, capacity in capacities))
     shares: dict[int, list[tuple[int, float]]] = {}
     turn = 0

@@ -69,7 +69,7 @@ class _Pieces(NamedTuple):
 def stage(
     plan: RankPlan, dtype: torch.dtype, device: torch.device | str, staging_bytes: int, direct_bytes: int | None
 ) -> list[Round]:
-    """The rounds of ``plan``, with their buffers; collective over the world, which all rounds of all ranks fit.
+    """Return the rounds of ``plan``, with their buffers; collective over the world, which all rounds of all ranks fit.
 
     Contiguous pieces of ``direct_bytes`` or more go without a buffer, none where that is None. Where a rank has not
     enough memory all halve their buffers until all have, and the first rank says so. Raises the out-of-memory error
@@ -97,14 +97,14 @@ def stage(
 
 
 def _peers(plan: RankPlan) -> int:
-    """The number of a rank's transfers in a round: to each that it sends to, from each that it receives from."""
+    """Return the number of a rank's transfers in a round: to each that it sends to, from each that it receives from."""
     return len({copy.destination for copy in plan.sends}) + len({copy.source for copy in plan.receives})
 
 
 def _try_rounds(
     plan: RankPlan, limit: int, direct_bytes: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[list[Round], RuntimeError | None]:
-    """The rounds of at most ``limit`` elements for each peer, or none and why there is no memory for them."""
+    """Return the rounds of at most ``limit`` elements for each peer, or none and why there is no memory for them."""
     try:
         return _rounds(plan, limit, direct_bytes, dtype, device), None
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, no type of its own on a CPU
@@ -114,7 +114,7 @@ def _try_rounds(
 
 
 def _largest(value: int) -> int:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     largest = torch.tensor(value)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
@@ -123,7 +123,8 @@ def _largest(value: int) -> int:
 def _rounds(
     plan: RankPlan, limit: int, direct_bytes: int | None, dtype: torch.dtype, device: torch.device | str
 ) -> list[Round]:
-    """Every round with its part of the buffers, which the rounds of one slot share; what is forwarded comes last."""
+    """Return every round with its part of the buffers, which the rounds of one slot share; what is forwarded comes
+    last."""
     least = direct_bytes / dtype.itemsize if direct_bytes is not None else math.inf
     first = _turns(plan, limit, least)
     turns = first + _turns(plan.forwarding, limit, least)
@@ -140,7 +141,7 @@ def _rounds(
 
 
 def _turns(plan: RankPlan, limit: int, least: float) -> list[tuple[dict[int, _Pieces], dict[int, _Pieces]]]:
-    """The pieces that each round sends, and those that it receives, by peer."""
+    """Return the pieces that each round sends, and those that it receives, by peer."""
     of_sends = _by_round(plan.sends, "destination", limit, least)
     of_receives = _by_round(plan.receives, "source", limit, least)
     return list(itertools.zip_longest(of_sends, of_receives, fillvalue=dict[int, _Pieces]()))
@@ -161,7 +162,8 @@ def _by_round(copies: Sequence[Copy], end: str, limit: int, least: float) -> lis
 
 
 def _rounds_of_pair(copies: Sequence[Copy], limit: int, least: float) -> list[_Pieces]:
-    """The rounds of one pair of ranks, alike on both; what needs no buffer is spread evenly over those that do."""
+    """Return the rounds of one pair of ranks, alike on both; what needs no buffer is spread evenly over those that
+    do."""
     direct: list[Copy] = []
     through_buffers: list[Copy] = []
     for copy in copies:
@@ -177,7 +179,7 @@ def _rounds_of_pair(copies: Sequence[Copy], limit: int, least: float) -> list[_P
 
 
 def _padded(copy: Copy, dtype: torch.dtype) -> int:
-    """Elements that a piece takes in a buffer."""
+    """Return elements that a piece takes in a buffer."""
     multiple = _ALIGNMENT // dtype.itemsize
     return -(-copy.elements // multiple) * multiple
 
@@ -187,7 +189,7 @@ def _size(turn: dict[int, _Pieces], dtype: torch.dtype) -> int:
 
 
 def _lay_out(turn: dict[int, _Pieces], space: Tensor) -> Half:
-    """Lays the staged pieces of one round out in ``space``, peer after peer."""
+    """Lay the staged pieces of one round out in ``space``, peer after peer."""
     half = Half({}, defaultdict(list), {peer: pieces.direct for peer, pieces in turn.items() if pieces.direct})
     position = 0
     for peer, pieces in turn.items():

@@ -58,7 +58,7 @@ class Traffic:
 
 
 def host_traffic(sources: ShardSpec, destinations: ShardSpec, hosts: Sequence[int] | int) -> Traffic:
-    """Reckons what the plans of all ranks (``plan_regather``) move, in about the time of one plan for each host of a
+    """Reckon what the plans of all ranks (``plan_regather``) move, in about the time of one plan for each host of a
     replica."""
     shares = HostShares(sources, destinations, hosts)
     tensors = {block.tensor for shard in destinations.ranks for block in destinations.blocks_of(shard)}
@@ -82,7 +82,7 @@ def _amounts(legs: Sequence[tuple[Leg, float]], total: float) -> list[tuple[Leg,
 
 
 def _forward(traffic: Traffic, legs: Sequence[tuple[Leg, float]], total: float) -> None:
-    """Notes what reaches a host by ``legs`` and is forwarded there."""
+    """Note what reaches a host by ``legs`` and is forwarded there."""
     receivers = {leg.receiver for leg, _ in legs}
     for receiver in receivers:
         traffic.unshared[receiver] += total

@@ -13,15 +13,15 @@ class Pending(Protocol):
     """A transfer that is under way."""
 
     def wait(self) -> object:
-        """Returns when it has arrived; on a GPU, makes the current stream wait instead."""
+        """Return when it has arrived; on a GPU, makes the current stream wait instead."""
         ...
 
 
 class Transport(Protocol):
-    """Moves flat buffers to and from peers."""
+    """Mover of flat buffers to and from peers."""
 
     def start(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> list[Pending]:
-        """Begins to send ``sends[rank]`` to each rank and to fill ``receives[rank]`` from each.
+        """Begin to send ``sends[rank]`` to each rank and to fill ``receives[rank]`` from each.
 
         Two ranks name as many buffers of the same sizes in the same order. They are left alone until what is returned
         has been waited for. Raises RuntimeError where a peer is gone.

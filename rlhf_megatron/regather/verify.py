@@ -24,7 +24,7 @@ class RegatherError(RuntimeError):
 
 
 def compare_plans(plan: RankPlan, dtype: torch.dtype) -> None:
-    """Raises RegatherError on every rank where two ends of a transfer plan different pieces; without it they would
+    """Raise RegatherError on every rank where two ends of a transfer plan different pieces; without it they would
     wait for each other.
 
     The sum over all ranks of (hashes of what is sent - hashes of what is received) is 0 where all agree.
@@ -64,7 +64,7 @@ def verify_weights(
     sources: Mapping[str, Tensor],
     destinations: Mapping[str, Tensor],
 ) -> None:
-    """Compares a checksum of each rectangle where it is with one where it came from, in ``dtype``.
+    """Compare a checksum of each rectangle where it is with one where it came from, in ``dtype``.
 
     Raises RegatherError on every rank, with the names of the Hugging Face tensors that differ.
     """
@@ -108,7 +108,7 @@ def verify_weights(
 
 
 def _checksums(views: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """[views] int64: the bits of each number in ``dtype``, times an odd weight of its place, added modulo 2^64.
+    """Return [views] int64: the bits of each number in ``dtype``, times an odd weight of its place, added modulo 2^64.
 
     So a change of any one number changes the sum, and numbers that have changed places almost surely do.
     """

@@ -26,7 +26,7 @@ TYPE = "have another type"
 
 
 def shareable(plan: RankPlan, sources: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of ``sources``, the trainer's parameters, for those of the rollout's that could be just that.
+    """Return views of ``sources``, the trainer's parameters, for those of the rollout's that could be just that.
 
     Whether shapes and types are the rollout's is not compared. Where both are of one shape, what no copy fills pads a
     vocabulary on both sides.
@@ -36,7 +36,7 @@ def shareable(plan: RankPlan, sources: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def describe_sharing(plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> str:
-    """One line: how many of ``destinations`` are memory of ``sources``, and what keeps the others from it."""
+    """Return one line: how many of ``destinations`` are memory of ``sources``, and what keeps the others from it."""
     shared, total = 0, sum(tensor.nbytes for tensor in destinations.values())
     copied: Counter[str] = Counter()
     copied_bytes: Counter[str] = Counter()
@@ -67,7 +67,8 @@ def _by_destination(plan: RankPlan) -> dict[str, list[Copy]]:
 
 
 def _view(copies: list[Copy], sources: Mapping[str, Tensor]) -> tuple[Tensor | None, str]:
-    """(what a parameter of the rollout gets, if it lies in this rank's memory as it is to be; why it does not)."""
+    """Return (what a parameter of the rollout gets, if it lies in this rank's memory as it is to be; why it does
+    not)."""
     if any(copy.source != copy.destination for copy in copies):
         return None, ELSEWHERE
     shifts = {
@@ -87,7 +88,8 @@ def _view(copies: list[Copy], sources: Mapping[str, Tensor]) -> tuple[Tensor | N
 
 
 def _joined(parts: Sequence[Tensor], begins: Sequence[int]) -> Tensor | None:
-    """The tensor whose rows from each of ``begins`` on are ``parts``, if these lie in memory one behind the other."""
+    """Return the tensor whose rows from each of ``begins`` on are ``parts``, if these lie in memory one behind the
+    other."""
     rows = list(itertools.accumulate(map(len, parts), initial=0))
     if rows[:-1] != list(begins):
         return None

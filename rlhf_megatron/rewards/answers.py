@@ -1,7 +1,7 @@
 """Answers of a worker process. It has run a function of others, so the rank believes nothing but the right form.
 
 Each job of a batch has a nonce, and only an answer that repeats it, once, is that job's. Anything else that comes from
-a worker is a `BadAnswer`: it has to be ended (pool.py), and what it has not answered is lost with it.
+a worker is a ``BadAnswer``: it has to be ended (pool.py), and what it has not answered is lost with it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class BadAnswer(UserError):
 class Outcome:
     """The outcome of one job: state DONE with a score, FAILED or UNUSABLE with a message, TIMED_OUT or DIED.
 
-    Of a job that answers a turn and is DONE, `messages` are the next ones of the conversation, `score` is the reward of
-    what they answer, and nothing follows if it `ends`; `saved` is the environment's state, as text in base64, if it was
-    asked for. Of a program that is DONE, `ends` says that it gave a `score`.
+    Of a job that answers a turn and is DONE, ``messages`` are the next ones of the conversation, ``score`` is the
+    reward of what they answer, and nothing follows if it ``ends``; ``saved`` is the environment's state, as text in
+    base64, if it was asked for. Of a program that is DONE, ``ends`` says that it gave a ``score``.
 
-    `awaited` is the answer to a job that only loads: whether several of its kind can be done together.
+    ``awaited`` is the answer to a job that only loads: whether several of its kind can be done together.
 
-    `is_transient` says of a failure that another attempt may not meet it, as where a service was away.
+    ``is_transient`` says of a failure that another attempt may not meet it, as where a service was away.
     """
 
     state: str
@@ -70,7 +70,7 @@ class Batch:
 
     Attributes:
         jobs: what it is sent, each with its nonce.
-        outcomes: by index in `jobs`.
+        outcomes: by index in ``jobs``.
         awaited: whether the jobs are awaited together; None until the worker has loaded what does them.
         most_bytes: of one line of its answers.
         ends_itself: the worker ends a job that is late, if what it runs lets it.
@@ -142,7 +142,7 @@ def _score(content: dict[str, Any], name: str) -> float:
 
 
 def _content(content: dict[str, Any], name: str, kind: type) -> Any:
-    """The only value of an answer, which must be exactly of this type: True is no score."""
+    """Return the only value of an answer, which must be exactly of this type: True is no score."""
     if list(content) != [name] or type(content[name]) is not kind:
         raise BadAnswer(f"it does not hold {name} ({kind.__name__}) alone")
     return content[name]

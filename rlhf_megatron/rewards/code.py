@@ -1,9 +1,9 @@
 """Programs: the last code block of a response, run in a sandbox on the test cases of its row.
 
 Rows are those that verl's prime_code scores (codecontests, apps, codeforces, taco): the ground truth is a JSON object
-of `inputs` and `outputs`, texts for stdin and stdout, or with `fn_name` arguments and result of a function. Outputs are
-compared as prime_code does, but whole numbers exactly. Not here: the sandbox (sandbox/), which no expected output
-enters.
+of ``inputs`` and ``outputs``, texts for stdin and stdout, or with ``fn_name`` arguments and result of a function.
+Outputs are compared as prime_code does, but whole numbers exactly. Not here: the sandbox (sandbox/), which no expected
+output enters.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _read_lines(given: Any, expected: Any) -> TestCase:
 
 
 def _read_call(given: Any, expected: Any) -> TestCase:
-    """Arguments and result, as JSON values or as texts of JSON, one argument a line."""
+    """Return arguments and result, as JSON values or as texts of JSON, one argument a line."""
     what = "the ground truth of rule code, an argument or result"
     if isinstance(given, str):
         given = [parse_json(line, what, EntryError, finite=False) for line in given.split("\n")]
@@ -115,7 +115,7 @@ def _read_call(given: Any, expected: Any) -> TestCase:
 
 
 def load(settings: dict[str, Any]) -> None:
-    """Find out what the sandbox holds here; of settings as `RewardCodeSection`'s fields.
+    """Find out what the sandbox holds here; of settings as ``RewardCodeSection``'s fields.
 
     Raises:
         SandboxError: less than reward.code.isolation asks for.
@@ -128,8 +128,8 @@ def score(solution: str, ground_truth: str, settings: dict[str, Any], seconds: f
 
     Args:
         solution: the response.
-        ground_truth: see `parse_cases`.
-        settings: fields of `RewardCodeSection`.
+        ground_truth: see ``parse_cases``.
+        settings: fields of ``RewardCodeSection``.
         seconds: of all tests; those that have not ended by then are not passed.
 
     Raises:

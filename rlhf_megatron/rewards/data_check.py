@@ -202,8 +202,8 @@ class _Row:
 def _read(
     values: dict[str, Any], location: RowLocation, number: int, tokenizer: Tokenizer | None, system_prompt: str | None
 ) -> tuple[_Row, int, str]:
-    """Return a row, its prompt's key, and the prompt as the model sees it ("" without a tokenizer); raise DataError for
-    a fault."""
+    """Return a row, its prompt's key, and the prompt as the model sees it ("" without a tokenizer); raises DataError
+    for a fault."""
     messages = parse_messages(values.get("prompt"), location)
     row = _Row(
         location,
@@ -222,7 +222,7 @@ def _read(
 
 
 def _distribution(lengths: array[int]) -> dict[str, int]:
-    """Nearest-rank quantiles; nothing of nothing."""
+    """Return nearest-rank quantiles; nothing of nothing."""
     if not lengths:
         return {}
     ordered = numpy.sort(numpy.asarray(lengths))
@@ -290,7 +290,7 @@ def _responses(row: _Row, rows: Sequence[_Row], form: str, draw: random.Random) 
 
 
 def tables(findings: Findings) -> list[Table]:
-    """Return what `check` shows: rows and lengths, and what the reward says of each data source."""
+    """Return what ``check`` shows: rows and lengths, and what the reward says of each data source."""
     rows = Table(title="rows", show_header=False)
     for source, count in findings.rows.items():
         rows.add_row(source, str(count))

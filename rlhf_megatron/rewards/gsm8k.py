@@ -1,4 +1,4 @@
-"""GSM8K: the number behind the last `####` of a response. Pure and fast, so it runs in the rank's own process."""
+"""GSM8K: the number behind the last ``####`` of a response. Pure and fast, so it runs in the rank's own process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LONGEST_NUMBER = 64
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """Return the number behind the last `####`, or None where that marker or a number right behind it is missing.
+    """Return the number behind the last ``####``, or None where that marker or a number right behind it is missing.
 
-    "#### 1,234", "#### $18.00", "####-3." and "#### 18 dollars" are read; a number in an earlier `####` is not.
+    "#### 1,234", "#### $18.00", "####-3." and "#### 18 dollars" are read; a number in an earlier ``####`` is not.
     """
     _, separator, tail = text.rpartition(MARKER)
     return parse_number(tail) if separator else None
@@ -48,13 +48,13 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def score(solution: str, ground_truth: str) -> float:
-    """Return 1.0 if the number behind the response's last `####` equals the ground truth, else 0.0.
+    """Return 1.0 if the number behind the response's last ``####`` equals the ground truth, else 0.0.
 
     The format is GSM8K's own (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168); verl calls this rule "strict".
 
     Args:
         solution: the response.
-        ground_truth: the number as text, or GSM8K's whole answer with its own `#### N`.
+        ground_truth: the number as text, or GSM8K's whole answer with its own ``#### N``.
 
     Raises:
         ValueError: the ground truth holds no number.

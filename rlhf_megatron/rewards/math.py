@@ -1,7 +1,7 @@
 r"""Mathematics: the last \boxed{...} (or the last "Answer:" line) of a response against the ground truth; DAPO's rule.
 
 Equal text is settled at once; the rest is compared by math-verify (SymPy), which hostile text such as 9^9^9^9 can hang:
-`verify` is therefore only called in a worker process (worker.py) that is killed at a time limit.
+``verify`` is therefore only called in a worker process (worker.py) that is killed at a time limit.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def normalize(answer: str) -> str:
 
 
 def quick_score(solution: str, ground_truth: str) -> float | None:
-    """Return the score where text alone settles it: 1.0 for equal answers, 0.0 for no answer; else None (see `verify`).
+    """Return the score where text alone settles it: 1.0 for equal answers, 0.0 for no answer; else None (see
+    ``verify``).
 
     Args:
         solution: the response.

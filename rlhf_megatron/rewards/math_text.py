@@ -1,7 +1,7 @@
 r"""Text of a mathematical answer before it is parsed: words, number bases, units, and operations.
 
-Pure, and fast on any text, so that a rank can call it. `settled` decides what text alone can decide; `readable` is what
-math_form.py may parse, within bounds of size and nesting: the parser takes seconds for fifteen braces.
+Pure, and fast on any text, so that a rank can call it. ``settled`` decides what text alone can decide; ``readable`` is
+what math_form.py may parse, within bounds of size and nesting: the parser takes seconds for fifteen braces.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def words(answer: str, one_letter: bool = False) -> list[str] | None:
 
     Letters side by side are words and no product, so that "on" is not "no". Products are small letters among which no
     vowel is, and x, y and z.
-    One letter outside of \text{} is a variable, unless `one_letter` says otherwise.
+    One letter outside of \text{} is a variable, unless ``one_letter`` says otherwise.
     """
     text = plain_text(answer.replace(r"\ ", " ").replace("~", " ")).replace("$", "").strip()
     text = re.sub(r"\s+", " ", text).strip(" .\"'")

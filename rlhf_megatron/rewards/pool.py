@@ -42,7 +42,7 @@ class _Workers:
         self._lock = threading.Lock()
 
     def take(self) -> Worker | None:
-        """Return an idle or a new worker, or None after `end`."""
+        """Return an idle or a new worker, or None after ``end``."""
         with self._lock:
             if self._closed:
                 return None
@@ -143,7 +143,7 @@ class Session:
 
 
 class WorkerPool:
-    """A fixed number of workers, started when jobs come and killed by `close` or with this process.
+    """A fixed number of workers, started when jobs come and killed by ``close`` or with this process.
 
     Attributes:
         jobs_at_a_time: how many waiting jobs one worker is given together.
@@ -194,7 +194,7 @@ class WorkerPool:
         self._threads.close()
 
     def _do_waiting(self) -> None:
-        """Do the next waiting jobs, at most `jobs_at_a_time`; none may be left, if another call did more than one."""
+        """Do the next waiting jobs, at most ``jobs_at_a_time``; none may be left, if another call did more than one."""
         entries: list[Entry] = []
         with contextlib.suppress(IndexError):
             while len(entries) < self.jobs_at_a_time:

@@ -1,7 +1,7 @@
 """Processes below a given one: who they are, what memory they have, and their end. Linux only: /proc and prctl.
 
 A process can leave its group and its session, but not its ancestors: where its parent ends, it becomes a child of the
-nearest ancestor that asked for that (`become_subreaper`).
+nearest ancestor that asked for that (``become_subreaper``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread ends that forked it; `parent` is that thread's process.
+    """Have the kernel kill this process when the thread ends that forked it; ``parent`` is that thread's process.
 
     Raises:
         OSError: the kernel refuses it.
@@ -65,7 +65,7 @@ def descendants(ancestor: int) -> list[int]:
 def own_descendants() -> list[int]:
     """Return the ids of the processes below this one, without a look at any other of the machine.
 
-    One that ends meanwhile may hide another until the next look, so what must find all of them asks `descendants`.
+    One that ends meanwhile may hide another until the next look, so what must find all of them asks ``descendants``.
 
     Raises:
         OSError: this process may open no more files.

@@ -3,7 +3,7 @@
 Why not the scorer's own value: most tasks give partial credit to any text that *contains* the answer, and 0.01 or 0.05
 to any text at all. A policy is then paid for listing numbers, and groups without one right answer still get an
 advantage. So the answer is extracted first, and the reward is 1.0 where the scorer gives full marks and 0.0 elsewhere.
-A function of one's own (reward.function) can use `scorer_value` for the scorer's value.
+A function of one's own (reward.function) can use ``scorer_value`` for the scorer's value.
 
 Scorers run in a worker process (worker.py): some of them compute for ever on hostile text.
 """
@@ -59,7 +59,7 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
         data_source: "reasoning_gym/TASK".
         solution: the response.
         ground_truth: the oracle's answer; used where extra_info has no "entry".
-        extra_info: `entry` and `config` as tools/prepare_data.py writes them (see `encode`).
+        extra_info: ``entry`` and ``config`` as tools/prepare_data.py writes them (see ``encode``).
 
     Raises:
         EntryError: the task is unknown, or the row lacks what its scorer reads.
@@ -74,7 +74,7 @@ def score(data_source: str, solution: str, ground_truth: str, extra_info: dict[s
 
 
 def scorer_value(data_source: str, solution: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Return what the task's own scorer gives the extracted answer, partial credit included; see `score`."""
+    """Return what the task's own scorer gives the extracted answer, partial credit included; see ``score``."""
     task = task_of(data_source)
     answer = extract_answer(solution)
     if not answer or (task in SYMPY_TASKS and _UNSAFE.search(answer)):
@@ -119,7 +119,8 @@ def import_package() -> ModuleType:
 
 
 def encode(value: Any) -> str:
-    """Return JSON text that `decode` turns back into the same value, tuples, sets and keys that are not text included.
+    """Return JSON text that ``decode`` turns back into the same value, tuples, sets and keys that are not text
+    included.
 
     Scorers compare tuples with tuples and look numbers up as keys, so plain JSON would change their verdicts.
 
@@ -144,7 +145,7 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """Return the value that `encode` wrote."""
+    """Return the value that ``encode`` wrote."""
 
     def untagged(item: dict[str, Any]) -> Any:
         if len(item) == 1:
@@ -188,7 +189,7 @@ def _entry(ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text within a value, but for the keys of mappings."""
+    """Yield all text within a value, but for the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -87,7 +87,7 @@ def _length(item: ScoreItem, source: RewardSource) -> float:
     return form.length_score(item.tokens, source.length_low, source.length_high)
 
 
-# Those without `quick`, and math where text does not settle it, are computed in worker.py under the same names.
+# Those without ``quick``, and math where text does not settle it, are computed in worker.py under the same names.
 RULES = {
     "gsm8k": Rule(lambda item, _: gsm8k.score(item.solution, item.ground_truth), _gsm8k_answer, "#### {}"),
     "math": Rule(lambda item, _: math.quick_score(item.solution, item.ground_truth), _math_answer, "\\boxed{{{}}}"),

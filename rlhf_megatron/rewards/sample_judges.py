@@ -19,7 +19,7 @@ from rlhf_megatron.rewards.worker_process import DIED, LOAD_SECONDS
 
 
 class Judge(Protocol):
-    """Gives scores to samples, some time after they were submitted.
+    """Judge that gives scores to samples, some time after they were submitted.
 
     Attributes:
         name: for errors.
@@ -30,7 +30,7 @@ class Judge(Protocol):
     is_rule: bool
 
     def submit(self, items: Sequence[ScoreItem]) -> list[Future[Outcome]]:
-        """Return what will hold the outcomes, in the same order; returns at once."""
+        """Return what will hold the outcomes, in the same order; return at once."""
         ...
 
     def check_sources(self, data_sources: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ class RuleJudge:
     is_rule = True
 
     def __init__(self, source: RewardSource, pool: WorkerPool, code: RewardCodeSection) -> None:
-        """Judge by `source.rule`; the pool is shared with other rules."""
+        """Judge by ``source.rule``; the pool is shared with other rules."""
         self._source, self._pool, self._code = source, pool, code.model_dump()
         self._has_sandbox = False
 
@@ -90,7 +90,7 @@ class FunctionJudge:
     is_rule = False
 
     def __init__(self, function: str, pool: WorkerPool, concurrency: int) -> None:
-        """Load the function in a worker of the pool, which is its own; `concurrency` calls are awaited at a time.
+        """Load the function in a worker of the pool, which is its own; ``concurrency`` calls are awaited at a time.
 
         Raises:
             RewardError: it cannot be loaded.

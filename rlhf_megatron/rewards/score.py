@@ -74,18 +74,18 @@ class Pending:
     """Samples that are being scored."""
 
     def __init__(self, scorer: Scorer, items: Sequence[ScoreItem], futures: list[list[Future[Outcome]]]) -> None:
-        """`futures` by part, then by item."""
+        """Set up; ``futures`` by part, then by item."""
         self._scorer, self._items, self._futures = scorer, items, futures
 
     def done(self) -> bool:
-        """Return whether `result` would return at once."""
+        """Return whether ``result`` would return at once."""
         return all(future.done() for future in itertools.chain(*self._futures))
 
     def result(self) -> list[Score]:
         """Wait, and return one score for each item in their order.
 
         Raises:
-            RewardError: see `Scorer.score`. The samples that are left are given up.
+            RewardError: see ``Scorer.score``. The samples that are left are given up.
         """
         try:
             return [
@@ -99,7 +99,7 @@ class Pending:
 
 
 class Scorer:
-    """Scores responses, for one rank. A context manager; its processes and threads also end with the rank.
+    """Scorer of responses, for one rank. A context manager; its processes and threads also end with the rank.
 
     A sample that a built-in rule cannot judge in time (or in memory) is worth 0.0, since its own text is to blame. What
     a function or service that fails costs is the recipe's choice: reward.on_failure.
@@ -239,7 +239,7 @@ class Scorer:
 
 
 def reward_totals(scores: Sequence[Score], part_names: Sequence[str]) -> dict[str, float]:
-    """Return sums over samples, to be added up over ranks and given to `reward_metrics`; the same keys on every rank.
+    """Return sums over samples, to be added up over ranks and given to ``reward_metrics``; the same keys on every rank.
 
     Args:
         scores: of one rank; may be empty.
@@ -256,8 +256,8 @@ def reward_totals(scores: Sequence[Score], part_names: Sequence[str]) -> dict[st
 
 
 def reward_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return what is logged of `reward_totals`: reward/timeouts, reward/failures, reward/masked (samples), and the mean
-    score of each part, before its weight and over the samples that are not masked, as reward/NAME."""
+    """Return what is logged of ``reward_totals``: reward/timeouts, reward/failures, reward/masked (samples), and the
+    mean score of each part, before its weight and over the samples that are not masked, as reward/NAME."""
     counts = ("samples", "timeouts", "failures", "masked")
     counted = max(totals["samples"] - totals["masked"], 1.0)
     return {f"reward/{name}": totals[name] for name in counts[1:]} | {

@@ -37,7 +37,7 @@ RETRIED_STATUSES = (408, 425, 429)
 
 
 class _TemporaryError(Exception):
-    """A request that may succeed when it is sent again; `after` is the server's wish in seconds, if it has one."""
+    """A request that may succeed when it is sent again; ``after`` is the server's wish in seconds, if it has one."""
 
     is_transient = True
 
@@ -47,7 +47,7 @@ class _TemporaryError(Exception):
 
 
 class ServiceJudge:
-    """A Judge that asks a service; `concurrency` requests are on their way at a time, each in a thread."""
+    """A Judge that asks a service; ``concurrency`` requests are on their way at a time, each in a thread."""
 
     is_rule = False
 
@@ -176,7 +176,7 @@ def _shown(value: object, most: int = 200) -> str:
 
 
 def _without_nan(value: Any) -> Any:
-    """NaN and infinities, which are not JSON and which most readers refuse, become null."""
+    """Turn NaN and infinities, which are not JSON and which most readers refuse, into null."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -55,7 +55,7 @@ def main(rank: int, address_space_bytes: int, memory_bytes: int, network: int, b
         address_space_bytes: most of the worker; 0: no limit.
         memory_bytes: most that the worker and what it starts may use together; 0: no limit.
         network: 0: the worker gets none.
-        budget: see `output_budget`.
+        budget: see ``output_budget``.
     """
     # A scheduler's warnings and a terminal's reach every process of a job; this one has work to do when the rank ends.
     for warning in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -41,7 +41,7 @@ SECONDS_PER_ROW = 10  # rows take milliseconds, unless numbers of --set are with
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8KRequest(RowRequest):
-    """The options of `gsm8k`: a jsonl file, and parquet files whose questions must not appear."""
+    """The options of ``gsm8k``: a jsonl file, and parquet files whose questions must not appear."""
 
     input: Path
     exclude: Sequence[Path]
@@ -49,8 +49,8 @@ class GSM8KRequest(RowRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRequest(RowRequest):
-    """The options of `reasoning-gym`: a task and its KEY=VALUE settings, the generator's seed, and parquet files whose
-    questions must not appear."""
+    """The options of ``reasoning-gym``: a task and its KEY=VALUE settings, the generator's seed, and parquet files
+    whose questions must not appear."""
 
     size: int
     task: str
@@ -61,7 +61,7 @@ class TaskRequest(RowRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRequest(RowRequest):
-    """The options of `episodes`: an environment and its KEY=VALUE settings, and the seed of the first row."""
+    """The options of ``episodes``: an environment and its KEY=VALUE settings, and the seed of the first row."""
 
     size: int
     environment: str
@@ -160,7 +160,7 @@ def episode_rows(options: EpisodeRequest) -> list[Row]:
 
 @contextlib.contextmanager
 def limited(what: str) -> Iterator[None]:
-    """Raises DataError where the block takes longer than SECONDS_PER_ROW, or settings are such that it fails."""
+    """Raise DataError where the block takes longer than SECONDS_PER_ROW, or settings are such that it fails."""
 
     def stop(*_: Any) -> None:
         raise DataError(f"{what} takes over {SECONDS_PER_ROW} s; make the task smaller with --set")

@@ -11,7 +11,7 @@ Call = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class DaemonThreads:
-    """Makes calls in at most `size` threads, in the order of `submit`; the calls must not raise.
+    """Threads that make calls, in at most ``size`` threads, in the order of ``submit``; the calls must not raise.
 
     Not a ThreadPoolExecutor: where the process ends by an error, that would first make all calls that are left.
     """

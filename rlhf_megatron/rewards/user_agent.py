@@ -1,6 +1,6 @@
 """A user's agent: a function that plays one trajectory with whatever client or framework, and returns its reward.
 
-`run(base_url, api_key, row)` asks the model at an OpenAI-compatible endpoint; it may be async. Loading and calling
+``run(base_url, api_key, row)`` asks the model at an OpenAI-compatible endpoint; it may be async. Loading and calling
 happen in a worker process (worker.py).
 """
 
@@ -20,7 +20,7 @@ INTERFACE = Interface("rollout.agent.function", "run", _PARAMETERS, "return a nu
 
 
 def call(job: dict[str, Any]) -> Reply:
-    """Have the function play a trajectory, within its time; `done` of the reply says that it gave a reward.
+    """Have the function play a trajectory, within its time; ``done`` of the reply says that it gave a reward.
 
     Raises:
         FunctionUnusable: it cannot be loaded.

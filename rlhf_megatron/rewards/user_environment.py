@@ -1,8 +1,8 @@
 """A user's environment: a class in a file. A worker process (worker.py) holds the one instance of a trajectory.
 
-`reset(row)` returns the first observation, or None where the row's prompt says all; `step(action)` returns
-(observation, reward, done). Optional are `score(ending)`, a last reward, `close()`, and, for killed runs, `state()`,
-which returns bytes, and `load(row, state)`, in place of `reset`. Each may be async.
+``reset(row)`` returns the first observation, or None where the row's prompt says all; ``step(action)`` returns
+(observation, reward, done). Optional are ``score(ending)``, a last reward, ``close()``, and, for killed runs,
+``state()``, which returns bytes, and ``load(row, state)``, in place of ``reset``. Each may be async.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_STATE_BYTES = 2**24
 
 
 class TimedOut(BaseException):
-    """A call that took longer than it may; no `except Exception` of the environment's holds it up."""
+    """A call that took longer than it may; no ``except Exception`` of the environment's holds it up."""
 
 
 class Reply(NamedTuple):
@@ -98,7 +98,7 @@ def _reset(specification: str, row: dict[str, Any]) -> Reply:
 
 
 def _with_state(job: dict[str, Any], reply: Reply) -> Reply:
-    """A reply after which the trajectory goes on, with the environment's state if the job asks for it."""
+    """Return a reply after which the trajectory goes on, with the environment's state if the job asks for it."""
     environment, specification = _Process.environment, job["environment"]
     if reply.done or job.get("last") or not job.get("saves"):
         return reply
@@ -141,7 +141,7 @@ def _close(specification: str) -> None:
 
 
 def close_left(seconds: float) -> None:
-    """Close an environment that is still open, since nobody will ask any more; raises as `call` does."""
+    """Close an environment that is still open, since nobody will ask any more; raises as ``call`` does."""
     if _Process.environment is not None:
         with _limited(seconds):
             _close(_Process.specification)
@@ -152,7 +152,7 @@ def _method(specification: str, name: str, *arguments: Any) -> Any:
 
 
 def _guarded(specification: str, function: Callable[[], Any]) -> Any:
-    """The result, awaited where it is to be, of code that may raise anything."""
+    """Return the result, awaited where it is to be, of code that may raise anything."""
     try:
         result = function()
         return user_function.event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
@@ -163,7 +163,7 @@ def _guarded(specification: str, function: Callable[[], Any]) -> Any:
 
 
 def _observed(specification: str, name: str, observation: Any) -> list[dict[str, str]]:
-    """An observation as messages; a text alone is the user's."""
+    """Return an observation as messages; a text alone is the user's."""
     try:
         return user_function.messages_of(observation, "user")
     except BaseException as error:

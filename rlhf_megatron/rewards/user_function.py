@@ -1,7 +1,7 @@
-"""A user's own functions in a file: a reward `compute_score(data_source, solution_str, ground_truth, extra_info)`, as
-in verl, or what answers a turn, `respond(messages, ground_truth, extra_info)`. Either may be async.
+"""A user's own functions in a file: a reward ``compute_score(data_source, solution_str, ground_truth, extra_info)``, as
+in verl, or what answers a turn, ``respond(messages, ground_truth, extra_info)``. Either may be async.
 
-Loading and calling happen in a worker process (worker.py); failures come back as text and become `RewardError` in
+Loading and calling happen in a worker process (worker.py); failures come back as text and become ``RewardError`` in
 score.py.
 """
 
@@ -138,7 +138,7 @@ def call(specification: str, *sample: Any) -> float:
 
 
 async def call_async(specification: str, *sample: Any) -> float:
-    """Return what an async function says of one sample; arguments and errors are those of `call`.
+    """Return what an async function says of one sample; arguments and errors are those of ``call``.
 
     Raises CancelledError where the call was cancelled, be it by the function itself.
     """
@@ -156,7 +156,7 @@ def call_turn(specification: str, *conversation: Any, interface: Interface = TUR
     """Return the messages that come next in a conversation: messages, ground_truth, extra_info; none where it ends.
 
     By CONTEXT: those that take its place, none where it stays. A text alone is a tool's message. Raises
-    FunctionUnusable and FunctionFailure like `call`.
+    FunctionUnusable and FunctionFailure like ``call``.
     """
     function = load(specification, interface)
     try:
@@ -175,7 +175,7 @@ def call_turn(specification: str, *conversation: Any, interface: Interface = TUR
 
 
 def messages_of(result: Any, role: str) -> list[dict[str, str]]:
-    """Return a function's result as messages of plain text, a text alone as one of `role`.
+    """Return a function's result as messages of plain text, a text alone as one of ``role``.
 
     Raises ValueError where it is something else.
     """
@@ -193,7 +193,8 @@ def messages_of(result: Any, role: str) -> list[dict[str, str]]:
 
 
 def _encodable(text: str) -> str:
-    """Without halves of characters, which no tokenizer takes; a model may write one, and a tool repeat it."""
+    """Return text without halves of characters, which no tokenizer takes; a model may write one, and a tool repeat
+    it."""
     return str.encode(text, "utf-8", "replace").decode("utf-8")
 
 
@@ -210,7 +211,7 @@ def failure(error: BaseException, specification: str, interface: Interface) -> F
 
 
 def _number(specification: str, result: Any) -> float:
-    """The score that a function returned, which may be an object that lies about itself."""
+    """Return the score that a function returned, which may be an object that lies about itself."""
     try:
         value = result.get("score") if isinstance(result, dict) else result
         number = float(value) if isinstance(value, numbers.Real) else None
@@ -258,7 +259,7 @@ def _type_name(value: Any) -> str:
 
 
 def _bounded(text_of_value: Callable[[Any], str], value: Any, most: int) -> str:
-    """The beginning of a text that an object's own code makes: plain, and a few words where that code fails."""
+    """Return the beginning of a text that an object's own code makes: plain, and a few words where that code fails."""
     try:
         return str.__getitem__(text_of_value(value), slice(most))
     except BaseException:

@@ -40,7 +40,7 @@ class _Server:
     """One connection to an MCP server, opened and closed by a task of its own, as the client wants it."""
 
     def __init__(self, section: Mapping[str, Any], seconds: float) -> None:
-        """Connects. Raises FunctionFailure where that cannot be done, and TimedOut."""
+        """Connect. Raises FunctionFailure where that cannot be done, and TimedOut."""
         self.name = section["url"] or " ".join(section["command"])
         self._ended, self._ready = asyncio.Event(), asyncio.Event()
         self._task = user_function.event_loop().create_task(self._hold(section))
@@ -65,7 +65,7 @@ class _Server:
             await self._ended.wait()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Returns the text of a tool's result. Raises FunctionFailure where the server says that it failed."""
+        """Return the text of a tool's result. Raises FunctionFailure where the server says that it failed."""
         result = await self.client.call_tool(name, dict(arguments))
         parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
         if not parts and result.structured_content is not None:
@@ -75,7 +75,7 @@ class _Server:
         return "\n".join(parts)
 
     def close(self) -> None:
-        """Ends the connection, and the server if it was started here."""
+        """End the connection, and the server if it was started here."""
         self._ended.set()
         if not self._ready.is_set():
             self._task.cancel()
@@ -123,7 +123,7 @@ def call(job: dict[str, Any]) -> Reply:
 
 
 def _loaded(specification: str) -> Callable[..., Any]:
-    """A function; those of one file share what the file defines."""
+    """Return a function; those of one file share what the file defines."""
     path, name = user_function.split_specification(specification, INTERFACE.default_name)
     for other, function in _Process.functions.items():
         if user_function.split_specification(other, INTERFACE.default_name)[0] == path:
@@ -138,7 +138,7 @@ def _name_of(specification: str) -> str:
 
 
 def _described(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools as chat templates describe them."""
+    """Return the tools as chat templates describe them."""
     described = [_schema(specification) for specification in job["functions"]]
     try:
         for index in range(len(job["servers"])):
@@ -153,7 +153,7 @@ def _described(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _nothing(text: str) -> None:
-    """Nothing.
+    """Do nothing.
 
     Args:
         text: Of any kind.
@@ -217,7 +217,7 @@ def _server(job: Mapping[str, Any], index: int) -> _Server:
 
 
 def _within(awaitable: Any, seconds: float) -> Any:
-    """The result of a server's call. Raises TimedOut, and FunctionFailure where it has none."""
+    """Return the result of a server's call. Raises TimedOut, and FunctionFailure where it has none."""
     try:
         return _run(asyncio.wait_for(awaitable, seconds))
     except (FunctionFailure, TimedOut):
@@ -233,7 +233,7 @@ def _run(awaitable: Any) -> Any:
 
 
 async def _listed(client: Any) -> list[dict[str, Any]]:
-    """The server's own list, in the form of chat templates."""
+    """Return the server's own list, in the form of chat templates."""
     tools: Sequence[Any] = []
     cursor = None
     for _ in range(MOST_PAGES):
@@ -251,7 +251,7 @@ async def _listed(client: Any) -> list[dict[str, Any]]:
 
 
 def _mcp() -> tuple[Any, Any]:
-    """The client of the package mcp, and what it wants to know of a server that it is to start."""
+    """Return the client of the package mcp, and what it wants to know of a server that it is to start."""
     try:
         package, module = importlib.import_module("mcp"), importlib.import_module("mcp.client.client")
     except ImportError as error:
@@ -262,7 +262,7 @@ def _mcp() -> tuple[Any, Any]:
 
 
 def _innermost(error: BaseException | None) -> str:
-    """The first of the errors that a group of tasks had."""
+    """Return the first of the errors that a group of tasks had."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return user_function.describe(error) if error else "it ended"

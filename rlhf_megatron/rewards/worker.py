@@ -151,7 +151,7 @@ def report(error: BaseException | None) -> None:
 
 
 def report_lost(lost: Any) -> None:
-    """Take the place of `threading.excepthook` and `sys.unraisablehook`."""
+    """Take the place of ``threading.excepthook`` and ``sys.unraisablehook``."""
     report(lost.exc_value)
 
 
@@ -165,7 +165,7 @@ def read_jobs(stream: BinaryIO) -> list[Job] | None:
 
 
 def pack_jobs(jobs: Sequence[Job]) -> bytes:
-    """Return jobs of one kind, each with its nonce, as bytes for `read_jobs`."""
+    """Return jobs of one kind, each with its nonce, as bytes for ``read_jobs``."""
     payload = pickle.dumps(list(jobs))
     return HEADER.pack(len(payload)) + payload
 
@@ -224,7 +224,7 @@ async def answer_together(jobs: list[Job], answers: Pipe) -> None:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The one loop of this process, so that a function may keep its connections from call to call."""
+    """Return the one loop of this process, so that a function may keep its connections from call to call."""
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda _, context: report(context.get("exception")))
     return loop

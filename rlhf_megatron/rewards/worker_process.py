@@ -47,7 +47,7 @@ class Worker:
     """
 
     def __init__(self, address_space_bytes: int, memory_bytes: int, network: bool, budget: int) -> None:
-        """Start it; it imports nothing heavy before its first job. The arguments are those of `supervisor.main`."""
+        """Start it; it imports nothing heavy before its first job. The arguments are those of ``supervisor.main``."""
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         limits = [str(number) for number in (os.getpid(), address_space_bytes, memory_bytes, int(network), budget)]
         self.process = subprocess.Popen(
@@ -69,7 +69,7 @@ class Worker:
         self._loaded: set[str] = set()  # kinds of job; a pool has one function at most
 
     def run(self, jobs: Sequence[Job]) -> tuple[dict[int, Outcome], Outcome | None]:
-        """Do jobs together; return the outcomes by index in `jobs`, and, if the worker is of no more use, why.
+        """Do jobs together; return the outcomes by index in ``jobs``, and, if the worker is of no more use, why.
 
         Then the reason is also what became of the jobs without an outcome.
         """

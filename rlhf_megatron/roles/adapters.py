@@ -51,11 +51,11 @@ class _AdaptedBlock:
     is_first: bool  # of the tensor-parallel ranks that have this rectangle
 
     def window(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The rectangle itself."""
+        """Return the rectangle itself."""
         return window(weights[self.block.parameter], self.block.offset, self.block.region)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """The windows of B and A whose product belongs here."""
+        """Return the windows of B and A whose product belongs here."""
         (row, end), (column, last) = self.block.region
         return self.up[row:end], self.down[:, column:last]
 
@@ -82,7 +82,7 @@ class Adapters:
         model_groups: Any,
         overlapped: bool,
     ) -> None:
-        """Hangs adapters on the linear layers of ``models``, this rank's chunks, whose ``blocks`` are the weight map's.
+        """Hang adapters on the linear layers of ``models``, this rank's chunks, whose ``blocks`` are the weight map's.
 
         Collective over ``ranks``, as ``make_groups`` is, which ``overlapped`` is for. Nothing is in them before
         ``read``.
@@ -107,7 +107,7 @@ class Adapters:
         factors: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]],
         tensor_group: dist.ProcessGroup | None,
     ) -> None:
-        """Hangs ``factors``, (A, B) by the weight's tensor, on the linear layers that have a block of one."""
+        """Hang ``factors``, (A, B) by the weight's tensor, on the linear layers that have a block of one."""
         by_matrix: dict[tuple[str, int | None], list[Block]] = defaultdict(list)  # by parameter, and expert in it
         for block in blocks:
             # Also where no adapted rows of a layer are here: others of the tensor-parallel group wait for this rank.
@@ -148,16 +148,16 @@ class Adapters:
         return torch.nn.ModuleList(self.chunks) if self._several else self.chunks[0]
 
     def blocks(self) -> list[Block]:
-        """The blocks of A and B that this rank holds."""
+        """Return the blocks of A and B that this rank holds."""
         return adapter_blocks(self._architecture, self.adaptation, self.layout, self._position)
 
     def read(self, source: WeightSource | None) -> None:
-        """Fills the adapters from ``source``, by default with new ones. Raises ModelError as ``load_blocks`` does."""
+        """Fill the adapters from ``source``, by default with new ones. Raises ModelError as ``load_blocks`` does."""
         held = {name: parameter.data for name, parameter in self.module.named_parameters()}
         load_blocks(self.blocks(), held, source or NewAdapters(self._architecture, self.adaptation, self._seed))
 
     def begin(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes what ``weights`` hold, which are whole, as those without adapters, and merges these; collective."""
+        """Take what ``weights`` hold, which are whole, as those without adapters, and merge these; collective."""
         windows = [adapted.window(weights) for adapted in self._adapted_blocks]
         if not self._base:
             self._base = self._memory(windows)
@@ -174,7 +174,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, weights: Mapping[str, Tensor]) -> None:
-        """``weights``, the model's own, become those with the adapters as they are now."""
+        """Turn ``weights``, the model's own, into those with the adapters as they are now."""
         for adapted, base in zip(self._adapted_blocks, self._base, strict=True):
             up, down = adapted.factors()
             target = adapted.window(weights)
@@ -183,7 +183,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def left_out(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, ``weights`` are those without adapters."""
+        """Have ``weights`` inside be those without adapters."""
         with torch.no_grad():
             for adapted, base in zip(self._adapted_blocks, self._base, strict=True):
                 adapted.window(weights).copy_(base, non_blocking=True)
@@ -193,7 +193,7 @@ class Adapters:
             self.merge(weights)
 
     def _checksum(self, windows: Sequence[Tensor], group: dist.ProcessGroup) -> int:
-        """Of adapted weights without adapters on all ranks of ``group``: their bits as numbers, added up.
+        """Sum up adapted weights without adapters on all ranks of ``group``: their bits as numbers, added up.
 
         Another order, as another layout has, gives the same sum.
         """
@@ -205,21 +205,21 @@ class Adapters:
         return int(total)
 
     def _memory(self, windows: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous tensors like ``windows``, on the host where they are to be there."""
+        """Return contiguous tensors like ``windows``, on the host where they are to be there."""
         if not self._on_host:
             return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in windows]
         buffers = pinned_buffers([each.nbytes for each in windows])
         return [buffer.view(each.dtype).view(each.shape) for buffer, each in zip(buffers, windows, strict=True)]
 
     def _chunk_of(self, parameter: str) -> tuple[int, str]:
-        """(a chunk's number, the name of the parameter in it)."""
+        """Return (a chunk's number, the name of the parameter in it)."""
         if not self._several:
             return 0, parameter
         number, name = parameter.split(".", 1)
         return int(number), name
 
     def _make(self) -> dict[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """A and B of each weight of this stage, in float32: they are their own master weights.
+        """Return A and B of each weight of this stage, in float32: they are their own master weights.
 
         Every rank of the stage has all of them, also of a weight that it has no part of, but for experts of others.
         """
@@ -237,14 +237,14 @@ class Adapters:
 
 
 def _ask_for_gradient(_: torch.nn.Module, __: Any, output: Tensor) -> None:
-    """A layer that is computed again has a backward pass only if its input has a gradient, and frozen embeddings have
-    none."""
+    """Have a layer's input ask for a gradient: computed again it has a backward pass only if its input has a gradient,
+    and frozen embeddings have none."""
     if torch.is_grad_enabled():
         output.requires_grad_()
 
 
 def _adapted(columns: Span, blocks: Sequence[Block], rows: int | None) -> Adapted:
-    """A layer's part of one weight; a layer's own columns are those of all its weights.
+    """Return a layer's part of one weight; a layer's own columns are those of all its weights.
 
     ``rows``: of each matrix, where the parameter has those of several experts behind each other.
     """

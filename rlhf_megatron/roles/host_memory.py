@@ -21,7 +21,8 @@ _REGISTERED_AT_A_TIME = 64 << 30
 
 
 def pinned_buffers(sizes: Sequence[int], at_a_time: int = _REGISTERED_AT_A_TIME) -> list[Tensor]:
-    """uint8 buffers of so many bytes, zeroed, and page-locked where there is a GPU, as long as any of them lives.
+    """Return uint8 buffers of so many bytes, zeroed, and page-locked where there is a GPU, as long as any of them
+    lives.
 
     Not by ``pin_memory``: torch's cache rounds each to the next power of two, up to twice what is asked for.
     Neighbours are locked together, up to ``at_a_time`` bytes; none is cut, since CUDA refuses a copy that goes from
@@ -40,7 +41,7 @@ def pinned_buffers(sizes: Sequence[int], at_a_time: int = _REGISTERED_AT_A_TIME)
 
 
 def _region(length: int) -> Tensor:
-    """Memory of its own, page-locked where there is a GPU."""
+    """Return memory of its own, page-locked where there is a GPU."""
     if not length:
         return torch.empty(0, dtype=torch.uint8)
     pages = _Pages(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,7 +57,7 @@ def _region(length: int) -> Tensor:
 
 
 def _touch(memory: Tensor) -> None:
-    """Gives pages their memory: several threads write zeros. Page-locking does it with one: 25 s for 27 GB."""
+    """Give pages their memory: several threads write zeros. Page-locking does it with one: 25 s for 27 GB."""
 
     def write(start: int) -> None:
         ctypes.memset(memory.data_ptr() + start, 0, min(_TOUCHED_AT_A_TIME, len(memory) - start))

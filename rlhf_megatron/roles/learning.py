@@ -69,12 +69,12 @@ class Lesson:
     values: Tensor | None = None
 
     def with_batch(self, **fields: Tensor | None) -> Lesson:
-        """The same with these fields of the actor's share."""
+        """Return the same with these fields of the actor's share."""
         return dataclasses.replace(self, batch=self.batch.with_fields(**fields))
 
 
 def share_rows(rows: SpreadRows, recipe: RLRecipe, roles: Learners) -> Lesson:
-    """Brings each row to the ranks that learn from it, from the one that sampled it; collective over the world.
+    """Bring each row to the ranks that learn from it, from the one that sampled it; collective over the world.
 
     Ranks get about the same to learn of each minibatch, and of all rows.
     """
@@ -103,14 +103,14 @@ def share_rows(rows: SpreadRows, recipe: RLRecipe, roles: Learners) -> Lesson:
 
 
 def _minibatches(numbers: RowNumbers, recipe: RLRecipe) -> list[Tensor]:
-    """[R] bool each: rows of whole groups, which one optimizer step is for."""
+    """Return [R] bool each: rows of whole groups, which one optimizer step is for."""
     size = recipe.batch.minibatch_prompts or recipe.batch.prompts_per_step
     group = numbers.group_id
     return [(group >= first) & (group < first + size) for first in range(0, numbers.groups, size)]
 
 
 def with_outputs(lesson: Lesson, recipe: RLRecipe, roles: Learners) -> tuple[Lesson, dict[str, float]]:
-    """Adds what the objectives compare with, and measures how far trainer and rollout disagree, on the actor's ranks.
+    """Add what the objectives compare with, and measure how far trainer and rollout disagree, on the actor's ranks.
 
     No old logprobs are added where they are those of the update's own forward pass. Roles without a rank in common
     compute at the same time: nothing is exchanged before all are done.
@@ -136,7 +136,7 @@ def with_outputs(lesson: Lesson, recipe: RLRecipe, roles: Learners) -> tuple[Les
 
 
 def agreement(batch: RolloutBatch, actor: TokenOutputs, totals: Totals) -> dict[str, float]:
-    """Measures how far the actor disagrees with the rollout about its own samples, and how undecided it is.
+    """Measure how far the actor disagrees with the rollout about its own samples, and how undecided it is.
 
     One thread of a CPU takes 0.1 s for a million tokens: a GPU does it if there is one.
     """
@@ -149,7 +149,7 @@ def agreement(batch: RolloutBatch, actor: TokenOutputs, totals: Totals) -> dict[
 
 
 def with_advantages(lesson: Lesson, settings: AlgorithmSection, controller: KLController, actor: PlacedRole) -> Lesson:
-    """Adds the advantage of each sampled token, after the KL's penalty where the recipe puts it in the reward; on the
+    """Add the advantage of each sampled token, after the KL's penalty where the recipe puts it in the reward; on the
     actor's ranks."""
     if actor.local is None:
         return lesson
@@ -174,14 +174,14 @@ def with_advantages(lesson: Lesson, settings: AlgorithmSection, controller: KLCo
 
 
 def _of_all_rows(share: Share, values: Tensor, totals: Totals) -> Tensor:
-    """[n] of this share's rows -> [R] of all."""
+    """Map [n] of this share's rows -> [R] of all."""
     return totals.sum(values.new_zeros(share.numbers.rows).index_copy(0, share.rows, values))
 
 
 def update_actor(
     context: RunContext[RLRecipe], actor: PlacedRole, lesson: Lesson, controller: KLController
 ) -> tuple[dict[str, float], RolloutBatch]:
-    """Takes all of the actor's optimizer steps on one lesson; returns the means of their metrics, on its ranks, and
+    """Take all of the actor's optimizer steps on one lesson; return the means of their metrics, on its ranks, and
     the rows of its share whose logprobs were computed, with these."""
     recipe, settings = context.recipe, context.recipe.algorithm
     role, share, numbers = actor.local, lesson.actor, lesson.numbers
@@ -221,7 +221,7 @@ def update_actor(
 
 
 def observe_kl(metrics: dict[str, float], controller: KLController, lesson: Lesson) -> dict[str, float]:
-    """Tells the controller of the KL's coefficient what the update's KL was; returns the metrics with the coefficient
+    """Tell the controller of the KL's coefficient what the update's KL was; return the metrics with the coefficient
     that it had."""
     if "train/kl" not in metrics:
         return metrics
@@ -231,7 +231,7 @@ def observe_kl(metrics: dict[str, float], controller: KLController, lesson: Less
 
 
 def update_critic(context: RunContext[RLRecipe], roles: Learners, lesson: Lesson) -> dict[str, float]:
-    """Takes all of the critic's optimizer steps on one lesson, in the actor's minibatches; returns the means of their
+    """Take all of the critic's optimizer steps on one lesson, in the actor's minibatches; return the means of their
     metrics, on the critic's ranks."""
     section, critic, share = context.recipe.critic, roles.critic, lesson.critic
     assert section is not None and critic is not None
@@ -256,7 +256,7 @@ def update_critic(context: RunContext[RLRecipe], roles: Learners, lesson: Lesson
 def in_minibatches(
     context: RunContext[RLRecipe], lesson: Lesson, take_step: Callable[[Tensor], dict[str, float]]
 ) -> dict[str, float]:
-    """Calls ``take_step`` on each minibatch, epoch after epoch; returns the means of its metrics."""
+    """Call ``take_step`` on each minibatch, epoch after epoch; return the means of its metrics."""
     by_name = defaultdict(list)
     for _ in range(context.recipe.batch.epochs_per_step):
         for minibatch in lesson.minibatches:
@@ -268,20 +268,20 @@ def in_minibatches(
 
 
 def learned_rows(lesson: Lesson, settings: AlgorithmSection, actor: PlacedRole) -> RowNumbers:
-    """The numbers of the rows that the actor learned from, on every rank of its team."""
+    """Return the numbers of the rows that the actor learned from, on every rank of its team."""
     has_advantage = actor.broadcast_in_team((lesson.has_advantage,))[0]
     return lesson.numbers.select(rows_to_learn(lesson.numbers, has_advantage, settings))
 
 
 def _learned(lesson: Lesson, minibatch: Tensor, settings: AlgorithmSection) -> Tensor:
-    """[R] bool: the rows of a minibatch that have a gradient."""
+    """Return [R] bool: the rows of a minibatch that have a gradient."""
     has_advantage = None if lesson.has_advantage is None else lesson.has_advantage[minibatch]
     chosen = rows_to_learn(lesson.numbers.select(minibatch), has_advantage, settings)
     return torch.zeros_like(minibatch).masked_scatter(minibatch, chosen)
 
 
 def _row_weights(numbers: RowNumbers, minibatch: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
-    """[R]: the ``row_weights`` of a minibatch, 0 for other rows."""
+    """Return [R]: the ``row_weights`` of a minibatch, 0 for other rows."""
     trajectories = None if numbers.trajectory_id is None else numbers.trajectory_id[minibatch]
     weights = row_weights(numbers.response_lengths[minibatch], aggregation, constant, trajectories)
     return torch.zeros(numbers.rows).masked_scatter(minibatch, weights)

@@ -8,7 +8,7 @@ from rlhf_megatron.recipe import OptimizerSection
 
 
 def learning_rate(step: int, section: OptimizerSection, training_steps: int) -> float:
-    """The rate of optimizer step ``step`` (from 0).
+    """Return the rate of optimizer step ``step`` (from 0).
 
     It rises linearly over ``warmup_steps``, reaching ``learning_rate`` with the step after them, then falls to
     ``min_learning_rate`` at ``decay_steps`` (default: ``training_steps``) and stays there.

@@ -30,16 +30,16 @@ class LossScale:
         self._steps = 0  # since it has changed
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss, or a part of it, to go backward from."""
+        """Return the loss, or a part of it, to go backward from."""
         return loss * self.value
 
     def unscale(self, chunks: Sequence[Any]) -> None:
-        """Makes the gradients in the buffers of Megatron's DistributedDataParallel those of the loss itself."""
+        """Make the gradients in the buffers of Megatron's DistributedDataParallel those of the loss itself."""
         for chunk in chunks:
             chunk.scale_gradients(1.0 / self.value)
 
     def was_too_high(self, grad_norm: float) -> bool:
-        """Returns whether a gradient that has this norm is to be computed again, with the scale as it is now.
+        """Return whether a gradient that has this norm is to be computed again, with the scale as it is now.
 
         A gradient that is not finite whatever the scale is so for another reason, and the scale is as before.
         """
@@ -60,7 +60,7 @@ class LossScale:
         return [self.value, self._steps]
 
     def load(self, state: Sequence[float]) -> None:
-        """Goes on where ``state`` was taken."""
+        """Go on where ``state`` was taken."""
         value, steps = state
         self.value = self._before = float(value)
         self._steps = int(steps)

@@ -29,7 +29,7 @@ def make_optimizer(
     gradient_sync: Stopwatch,
     adapters: bool,
 ) -> tuple[list[Any], Any]:
-    """Returns (DistributedDataParallel around each of ``chunks``, the optimizer of their parameters), over ``groups``.
+    """Return (DistributedDataParallel around each of ``chunks``, the optimizer of their parameters), over ``groups``.
 
     ``config`` is the model's, whose schedule then sums gradients and times that by ``gradient_sync``. ``dtype`` is the
     chunks' own. ``adapters``: they are not the model, but what hangs on its layers.
@@ -85,12 +85,12 @@ def _settings(section: OptimizerSection, dtype: str) -> OptimizerConfig:
 def _sum_gradients(
     stopwatch: Stopwatch, sums: Callable[..., None], chunks: list[Any], _tokens: Tensor | None, **settings: Any
 ) -> None:
-    """Sums over ranks. Losses carry their global weights already, so no token count is divided by."""
+    """Sum over ranks. Losses carry their global weights already, so no token count is divided by."""
     with stopwatch.running():
         sums(chunks, None, **settings)
 
 
 def _sum_gradients_of_adapters(adapters: Sequence[Any], *_: Any, **__: Any) -> None:
-    """Sums over a pipeline stage, each rank of which has a part of the gradient of each A and B; nothing is tied."""
+    """Sum over a pipeline stage, each rank of which has a part of the gradient of each A and B; nothing is tied."""
     for chunk in adapters:
         chunk.finish_grad_sync()

@@ -52,7 +52,7 @@ class Trainable(Protocol):
         """The process groups of ``layout``."""
 
     def blocks(self) -> list[Block]:
-        """The rectangles that this rank holds, of Hugging Face tensors or of the adapters' A and B."""
+        """Return the rectangles that this rank holds, of Hugging Face tensors or of the adapters' A and B."""
 
 
 class ModelShard:
@@ -80,7 +80,7 @@ class ModelShard:
         *,
         optimizer: OptimizerSection | None,
     ) -> None:
-        """Builds the model without weights, as ``Role`` does; without ``optimizer`` it is frozen."""
+        """Build the model without weights, as ``Role`` does; without ``optimizer`` it is frozen."""
         architecture.check_layout(layout)
         tied = architecture.tied_embeddings and architecture.head == "language"
         self._overlaps = optimizer is not None and optimizer.overlap_grad_reduce
@@ -135,19 +135,19 @@ class ModelShard:
         return self.adapters or self
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's live parameters by Megatron's names."""
+        """Return this rank's live parameters by Megatron's names."""
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
 
     def blocks(self) -> list[Block]:
-        """The rectangles of Hugging Face tensors that this rank holds."""
+        """Return the rectangles of Hugging Face tensors that this rank holds."""
         return megatron_blocks(self.architecture, self.layout, self.position, self.implementation)
 
     def spec(self) -> ShardSpec:
-        """The rectangles that each of the role's ranks holds."""
+        """Return the rectangles that each of the role's ranks holds."""
         return trainer_shards(self.architecture, self.layout, self.ranks, self.implementation)
 
     def read(self, source: WeightSource, adapters: WeightSource | None) -> None:
-        """Fills parameters and adapters, which are not merged yet; exchanges nothing. Raises as ``load_blocks``."""
+        """Fill parameters and adapters, which are not merged yet; exchanges nothing. Raises as ``load_blocks``."""
         load_blocks(self.blocks(), self.parameters(), source)
         if self.adapters:
             self.adapters.read(adapters)

@@ -22,7 +22,7 @@ class RoleMemory:
     """The part of a role's memory that is to leave the device, by kind: parameters, gradients, the optimizer's."""
 
     def __init__(self, section: OffloadSection, chunks: Sequence[Any], trainer: Trainer | None) -> None:
-        """``chunks`` are those of the model; the ``trainer``'s are the same ones, or those of adapters."""
+        """Set up; ``chunks`` are those of the model; the ``trainer``'s are the same ones, or those of adapters."""
         self._chunks = chunks
         self._trainer = trainer
         self._learning: Sequence[Any] = trainer.chunks if trainer else ()
@@ -37,7 +37,7 @@ class RoleMemory:
         self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked}
 
     def leave(self) -> None:
-        """Frees the device of all that is to leave. Gradients are lost: not between the backward pass and the step."""
+        """Free the device of all that is to leave. Gradients are lost: not between the backward pass and the step."""
         self.settle()
         self.park()
         for kind, memory in self._kinds.items():
@@ -47,7 +47,7 @@ class RoleMemory:
             torch.cuda.empty_cache()  # vLLM's memory is not of torch's cache
 
     def come_back(self, *kinds: str) -> None:
-        """Brings back what has left of these kinds, for a pass or a step; by default all, to read and to write."""
+        """Bring back what has left of these kinds, for a pass or a step; by default all, to read and to write."""
         if not kinds:
             self.settle()
         for kind, memory in self._kinds.items():
@@ -55,38 +55,38 @@ class RoleMemory:
                 memory.come_back()
 
     def settle(self) -> None:
-        """Waits for weights that are on their way from other ranks."""
+        """Wait for weights that are on their way from other ranks."""
         if self._trainer:
             self._trainer.settle()
 
     def fetch(self, kind: str) -> None:
-        """Starts to bring a kind back while the GPU computes; it is not to be read before ``come_back``."""
+        """Start to bring a kind back while the GPU computes; it is not to be read before ``come_back``."""
         if kind == "optimizer":
             self.park()
         if kind in self._kinds:
             self._kinds[kind].fetch()
 
     def come_to_rest(self) -> None:
-        """Brings back all but streamed master weights, which are on the host between steps."""
+        """Bring back all but streamed master weights, which are on the host between steps."""
         self.come_back()
         self.park()
 
     def park(self) -> None:
-        """Has streamed master weights on the host, where they are between steps."""
+        """Have streamed master weights on the host, where they are between steps."""
         for streamed in self._streamed:
             streamed.park()
 
     def unpark(self) -> None:
-        """Brings streamed master weights to the device, for Megatron to write them; the next step parks them."""
+        """Bring streamed master weights to the device, for Megatron to write them; the next step parks them."""
         for streamed in self._streamed:
             streamed.unpark()
 
     def master_weights(self, main: Tensor) -> Tensor:
-        """The content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
+        """Return the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
         return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
 
     def _tensors(self, kind: str) -> list[Tensor]:
-        """The tensors of one kind of memory. Some of the optimizer's are views of float32 parameters."""
+        """Return the tensors of one kind of memory. Some of the optimizer's are views of float32 parameters."""
         if kind == "parameters":
             return [parameter.data for chunk in self._chunks for parameter in chunk.parameters()]
         if self._optimizer is None:
@@ -111,7 +111,7 @@ class _Offloaded:
     """One kind of memory, on the device or away from it."""
 
     def __init__(self, keeps: bool) -> None:
-        """``keeps``: the contents are copied to the host and back; otherwise they come back as zeros."""
+        """Set up; ``keeps``: the contents are copied to the host and back; otherwise they come back as zeros."""
         self._keeps = keeps
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._host: list[Tensor] = []  # used again
@@ -119,7 +119,7 @@ class _Offloaded:
         self._coming: torch.cuda.Event | None = None
 
     def leave(self, tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> None:
-        """Frees the storages of ``tensors``, except those that ``besides`` share; nothing if they are away already."""
+        """Free the storages of ``tensors``, except those that ``besides`` share; nothing if they are away already."""
         if self._away:
             return
         self.come_back()  # what is only on its way
@@ -134,7 +134,7 @@ class _Offloaded:
             storage.resize_(0)
 
     def fetch(self) -> None:
-        """Starts to make the storages as they were, on a GPU beside what it computes; nothing if they have not left."""
+        """Start to make the storages as they were, on a GPU beside what it computes; nothing if they have not left."""
         if not self._away:
             return
         away, self._away = self._away, []
@@ -150,7 +150,7 @@ class _Offloaded:
         self._coming = self._stream.record_event()
 
     def come_back(self) -> None:
-        """Has the storages as they were, for all that is asked of the GPU from now on."""
+        """Have the storages as they were, for all that is asked of the GPU from now on."""
         self.fetch()
         if self._coming is not None:
             torch.cuda.current_stream().wait_event(self._coming)
@@ -164,7 +164,7 @@ class _Offloaded:
                 _bytes(storage).zero_()
 
     def _buffers(self) -> list[Tensor]:
-        """A host buffer for each storage that leaves."""
+        """Return a host buffer for each storage that leaves."""
         if [len(buffer) for buffer in self._host] != [size for _, size in self._away]:
             self._host = pinned_buffers([size for _, size in self._away])
         return self._host

@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclasses.dataclass(frozen=True)
 class OwnedRange:
-    """This rank's range of one parameter: elements start to stop of the flattened local parameter."""
+    """The range of one parameter on this rank: elements start to stop of the flattened local parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,8 @@ class OwnedRange:
 
 
 def owned_ranges(role: Role) -> Iterator[OwnedRange]:
-    """The ranges that this rank's optimizer owns; brings its state back to the device, but for what is streamed."""
+    """Yield the ranges that this rank's optimizer owns; brings its state back to the device, but for what is
+    streamed."""
     role.memory.come_to_rest()
     names = {parameter: name for name, parameter in role.shard.trainable.module.named_parameters()}
     for optimizer in _optimizers(role):
@@ -47,7 +48,7 @@ def owned_ranges(role: Role) -> Iterator[OwnedRange]:
 
 
 def nonfinite_state(role: Role, optimizer: bool) -> str:
-    """Describes which weights of a role are not finite, and on which ranks; with ``optimizer`` also master weights and
+    """Describe which weights of a role are not finite, and on which ranks; with ``optimizer`` also master weights and
     moments, which come to the device for that.
 
     Empty where all is. The same on the role's ranks, which it is collective over.
@@ -71,14 +72,14 @@ def moments_of(owned: OwnedRange) -> dict[str, Tensor]:
 
 
 def _optimizers(role: Role) -> list[Any]:
-    """The optimizers that make up Megatron's."""
+    """Return the optimizers that make up Megatron's."""
     assert role.trainer is not None, f"{role.name} does not learn"
     optimizer = role.trainer.optimizer
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Any, Tensor, dict[str, Any], tuple[int, int]]]:
-    """(model's parameter, the optimizer's own flat or whole copy, its group, range) for Megatron's optimizers."""
+    """Yield (model's parameter, the optimizer's own flat or whole copy, its group, range) for Megatron's optimizers."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         for parameter, (index, order) in optimizer.model_param_group_index_map.items():

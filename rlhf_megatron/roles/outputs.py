@@ -47,7 +47,7 @@ class Output(Protocol):
         """True if it is read at the last token of each row instead of at each sampled token."""
 
     def __call__(self, hidden: Tensor, head: Any, weight: Tensor | None, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """The decoder's output [t, 1, hidden] -> tensors [m] float32, differentiable, equal on all tensor ranks.
+        """Map the decoder's output [t, 1, hidden] -> tensors [m] float32, differentiable, equal on all tensor ranks.
 
         ``head`` is ``GPTModel.output_layer``, ``weight`` the embedding where it is tied to that, else None.
         """
@@ -108,7 +108,8 @@ VALUES, SCORES = Scalars(per_row=False), Scalars(per_row=True)
 
 
 def joined(parts: tuple[Tensor, ...], micro: MicroBatch, context_group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Tensors [m] of what this rank reads -> tensors [n] of what its context-parallel group reads, on all its ranks.
+    """Return tensors [m] of what this rank reads -> tensors [n] of what its context-parallel group reads, on all its
+    ranks.
 
     An objective wants whole rows. All ranks of the group then compute the same loss, so each lets the gradient of its
     own m alone pass; gradients of parameters are summed over the group, as over data-parallel ranks.

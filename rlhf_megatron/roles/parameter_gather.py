@@ -17,7 +17,7 @@ class ParameterGather:
     """The gathers of one role's chunks, Megatron's DistributedDataParallel around each."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """Has passes through ``chunks`` wait for the weights that they are about to read."""
+        """Have passes through ``chunks`` wait for the weights that they are about to read."""
         in_order: dict[Any, None] = {}
         for chunk in chunks:
             chunk.disable_forward_pre_hook(param_sync=False)
@@ -31,17 +31,17 @@ class ParameterGather:
         self._buckets = list(in_order)
 
     def start(self) -> None:
-        """Starts to gather what an optimizer step has written; collective over the data-parallel ranks."""
+        """Start to gather what an optimizer step has written; collective over the data-parallel ranks."""
         for bucket in self._buckets:
             bucket.start_param_sync()
 
     def finish(self) -> None:
-        """Waits for all, before anything but a pass reads or writes weights."""
+        """Wait for all, before anything but a pass reads or writes weights."""
         _finish(self._buckets)
 
 
 def _called_parts(model: Any) -> Iterator[torch.nn.Module]:
-    """The modules that a pass calls before the head, in order; none reads weights of another."""
+    """Yield the modules that a pass calls before the head, in order; none reads weights of another."""
     if hasattr(model, "embedding"):
         yield model.embedding
     yield from model.decoder.layers
@@ -50,7 +50,7 @@ def _called_parts(model: Any) -> Iterator[torch.nn.Module]:
 
 
 def _buckets(chunk: Any, part: torch.nn.Module) -> list[Any]:
-    """Megatron's groups of buckets that hold the weights of ``part``; those that are frozen are in none."""
+    """Return Megatron's groups of buckets that hold the weights of ``part``; those that are frozen are in none."""
     known = chunk.param_to_bucket_group
     return list(dict.fromkeys(known[each] for each in part.parameters() if each in known))
 

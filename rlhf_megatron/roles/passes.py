@@ -53,9 +53,9 @@ class Passes:
         replayed_layers: Sequence[int] = (),
         shares_prompts: bool = False,
     ) -> None:
-        """``chunks``: the model's pieces on this rank, one for each virtual pipeline stage. ``replayed_layers``: whose
-        routers replay the batch's expert choices (``install_replay``). ``shares_prompts``: a prompt is computed once
-        for the rows of a micro-batch that begin with it (``install_shared_prompts``).
+        """Set up; ``chunks``: the model's pieces on this rank, one for each virtual pipeline stage.
+        ``replayed_layers``: whose routers replay the batch's expert choices (``install_replay``). ``shares_prompts``: a
+        prompt is computed once for the rows of a micro-batch that begin with it (``install_shared_prompts``).
         """
         assert not shares_prompts or layout.context == 1, "context parallelism would cut rows in the middle of a prompt"
         self._replayed_layers, self._shares_prompts = replayed_layers, shares_prompts
@@ -80,7 +80,7 @@ class Passes:
         rows_together: int = 1,
         forward_only: bool,
     ) -> dict[str, float]:
-        """All micro-batches of ``batch`` through Megatron's schedule for the pipeline's depth.
+        """Run all micro-batches of ``batch`` through Megatron's schedule for the pipeline's depth.
 
         ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns ``imbalance``, the largest cost of a
         data-parallel rank over the mean, and that of micro-batches; where prompts are shared, which fraction of the
@@ -119,13 +119,13 @@ class Passes:
         return self._imbalance(batch, own, prompted)
 
     def take_times_ms(self) -> tuple[float, float]:
-        """Returns this rank's milliseconds since the last call in the forward part of passes with gradients, and in
+        """Return this rank's milliseconds since the last call in the forward part of passes with gradients, and in
         the rest of them: backward, gradient reduction, waits for other pipeline stages. Waits for the device."""
         forward = self._forward.take()
         return forward, max(0.0, self._training.take() - forward)
 
     def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
-        """This data-parallel rank's share of rows of which every rank has all, of these lengths."""
+        """Return this data-parallel rank's share of rows of which every rank has all, of these lengths."""
         owner = assign_rows(lengths, self._layout.data, None, rows_together, self._attention_cost)
         rows: list[int] = (owner == self._groups.dp.rank()).nonzero().squeeze(1).tolist()
         return rows
@@ -133,7 +133,7 @@ class Passes:
     def _plan(
         self, batch: RolloutBatch, budget: int, rows_together: int, multiple: int, prompted: PromptedRows | None = None
     ) -> list[list[int]]:
-        """The rows of each micro-batch, as many as those of every other data-parallel rank."""
+        """Return the rows of each micro-batch, as many as those of every other data-parallel rank."""
 
         def plan_of(at_least: int) -> list[list[int]]:
             if prompted is not None:
@@ -161,7 +161,7 @@ class Passes:
         return found if prompted is None else found | saved
 
     def _over_shares(self, values: Sequence[float], operation: Any) -> list[float]:
-        """``values`` reduced over the data-parallel ranks."""
+        """Return ``values`` reduced over the data-parallel ranks."""
         reduced = torch.tensor(values, dtype=torch.float64, device=self._device)
         if self._layout.data > 1:
             dist.all_reduce(reduced, operation, self._groups.dp)
@@ -171,7 +171,7 @@ class Passes:
     def _common_length(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prompted: PromptedRows | None
     ) -> int:
-        """A multiple of the alignment that the rows of every micro-batch fit into."""
+        """Return a multiple of the alignment that the rows of every micro-batch fit into."""
         padded = -(-batch.lengths // self._row_alignment) * self._row_alignment
         longest = max(
             int(padded[list(rows)].sum()) if prompted is None else prompted.tokens(rows) for rows in micro_batches
@@ -187,7 +187,7 @@ class Passes:
         alignment: int,
         prompted: PromptedRows | None = None,
     ) -> MicroBatch:
-        """This rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
+        """Return this rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
         whole = make_micro_batch(
             batch,
             rows,
@@ -203,7 +203,7 @@ class Passes:
         return part_of(whole, self._layout.context, self._groups.cp.rank())
 
     def _choices_of_rank(self, micro: MicroBatch) -> Tensor | None:
-        """The choices of the tokens that this rank's routers see: with sequence parallelism a part."""
+        """Return the choices of the tokens that this rank's routers see: with sequence parallelism a part."""
         choices, groups = micro.expert_choices, self._groups
         if choices is None or not self._config.sequence_parallel:
             return choices

@@ -51,24 +51,24 @@ class PlacedWeights:
         implementation: Implementation,
         local: Role | None,
     ) -> None:
-        """``local``: the role on this rank, if it is one of ``ranks``."""
+        """Set up; ``local``: the role on this rank, if it is one of ``ranks``."""
         self._architecture, self._layout, self._ranks = architecture, layout, ranks
         self._implementation, self._local = implementation, local
 
     def shard_spec(self) -> ShardSpec:
-        """The rectangles that each of the role's ranks holds."""
+        """Return the rectangles that each of the role's ranks holds."""
         return trainer_shards(self._architecture, self._layout, self._ranks, self._implementation)
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """This rank's live parameters; none where the role is not."""
+        """Return this rank's live parameters; none where the role is not."""
         return self._local.parameters() if self._local else {}
 
     def adapter_shard_spec(self, adaptation: Adaptation) -> ShardSpec:
-        """The rectangles of A and B that each of the role's ranks holds."""
+        """Return the rectangles of A and B that each of the role's ranks holds."""
         return adapter_shards(self._architecture, adaptation, self._layout, self._ranks)
 
     def adapter_parameters(self) -> Mapping[str, Tensor]:
-        """This rank's live A and B; none where the role is not."""
+        """Return this rank's live A and B; none where the role is not."""
         adapters = self._local.shard.adapters if self._local else None
         return {name: each.data for name, each in adapters.module.named_parameters()} if adapters else {}
 
@@ -95,7 +95,8 @@ class PlacedRole:
         team: Team | None = None,
         **settings: Any,
     ) -> None:
-        """``ranks`` rise; ``team`` has them all, default: the world. ``dtype`` and ``settings`` are ``Role``'s."""
+        """Set up; ``ranks`` rise; ``team`` has them all, default: the world. ``dtype`` and ``settings`` are
+        ``Role``'s."""
         self.team = team or whole_world()
         self.name, self.architecture, self.layout, self.ranks = name, architecture, layout, list(ranks)
         self.learns = settings.get("optimizer") is not None
@@ -109,11 +110,11 @@ class PlacedRole:
         self.weights = PlacedWeights(architecture, layout, self.ranks, implementation, self.local)
 
     def broadcast(self, value: Value | None) -> Value:
-        """Returns the ``value`` of the role's first rank on every rank of the world."""
+        """Return the ``value`` of the role's first rank on every rank of the world."""
         return self._broadcast(value, whole_world())
 
     def broadcast_in_team(self, value: Value | None) -> Value:
-        """Returns the ``value`` of the role's first rank on every rank of its team."""
+        """Return the ``value`` of the role's first rank on every rank of its team."""
         return self._broadcast(value, self.team)
 
     def _broadcast(self, value: Value | None, team: Team) -> Value:
@@ -123,7 +124,7 @@ class PlacedRole:
         return value
 
     def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
-        """As ``Role.load``, on the role's ranks; collective over the world.
+        """Do as ``Role.load`` does, on the role's ranks; collective over the world.
 
         Raises on all ranks the ModelError of one, and NotFiniteError where adapters make weights that are not finite.
         """
@@ -140,20 +141,21 @@ class PlacedRole:
             )
 
     def not_finite(self, optimizer: bool) -> str:
-        """``nonfinite_state`` of the role, on every rank of the world; collective over it."""
+        """Return ``nonfinite_state`` of the role, on every rank of the world; collective over it."""
         return self.broadcast(nonfinite_state(self.local, optimizer) if self.local else None)
 
     def offload(self) -> None:
-        """As ``Role.offload``."""
+        """Do as ``Role.offload`` does."""
         if self.local:
             self.local.offload()
 
     def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
-        """As ``Role.own_rows``; none where the role is not."""
+        """Do as ``Role.own_rows`` does; none where the role is not."""
         return self.local.own_rows(lengths, rows_together) if self.local else []
 
     def assign(self, numbers: RowNumbers, parts: Sequence[Tensor] | None = None) -> Tensor:
-        """As ``assign_rows``, over the role's data-parallel ranks; where it shares prompts, as ``PromptedRows``."""
+        """Do as ``assign_rows`` does, over the role's data-parallel ranks; where it shares prompts, as
+        ``PromptedRows``."""
         data, attention = self.layout.data, attention_cost(self.architecture)
         if self._shares_prompts:
             return PromptedRows.of_numbers(numbers).assign(data, parts, attention)
@@ -173,17 +175,17 @@ class PlacedRole:
     def update(
         self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective, **how: Any
     ) -> dict[str, float]:
-        """As ``Role.update`` on the role's ranks, each with its share; elsewhere nothing, at once, so that other roles
-        learn meanwhile."""
+        """Do as ``Role.update`` does on the role's ranks, each with its share; elsewhere nothing, at once, so that
+        other roles learn meanwhile."""
         return self.local.update(batch, fields, objective, **how) if self.local else {}
 
     def take_times_ms(self) -> dict[str, float]:
-        """The means of ``Role.take_times_ms`` over the role's ranks, on every rank of the world."""
+        """Return the means of ``Role.take_times_ms`` over the role's ranks, on every rank of the world."""
         own = self.local.take_times_ms() if self.local else dict.fromkeys(TIMES, 0.0)
         sums = sum_over_ranks([own[name] for name in TIMES])
         return {name: total / len(self.ranks) for name, total in zip(TIMES, sums, strict=True)}
 
     def take_bad_gradients(self) -> str:
-        """``Trainer.take_bad_gradients`` on every rank of the world; "" of a role that does not learn."""
+        """Do ``Trainer.take_bad_gradients`` on every rank of the world; "" of a role that does not learn."""
         trainer = self.local.trainer if self.local else None
         return self.broadcast(trainer.take_bad_gradients() if trainer else "")

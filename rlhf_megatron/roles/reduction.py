@@ -30,7 +30,7 @@ class StepLoss:
         self.outputs: CollectedOutputs = []
 
     def __call__(self, outputs: tuple[Tensor, ...], micro: MicroBatch) -> Tensor:
-        """Returns the loss of one micro-batch."""
+        """Return the loss of one micro-batch."""
         if self._keeps_outputs:  # of this rank's tokens: a large cluster's would take the activations' memory
             self.outputs.append((micro.batch_indices, torch.stack(outputs).detach()))
         loss, metrics = self._objective(*outputs, micro.fields)
@@ -40,7 +40,7 @@ class StepLoss:
         return loss
 
     def clear(self) -> None:
-        """Forgets the micro-batches so far."""
+        """Forget the micro-batches so far."""
         self.metrics.clear()
         self.outputs.clear()
 
@@ -52,7 +52,7 @@ class RoleReduction:
     """
 
     def __init__(self, groups: Any, ranks: Sequence[int], device: torch.device | str) -> None:
-        """``groups`` are Megatron's, ``ranks`` the role's in the order of its layout."""
+        """Set up; ``groups`` are Megatron's, ``ranks`` the role's in the order of its layout."""
         self._group, self._last_rank, self._device = groups.intra_dist_opt, ranks[-1], device
         self._model, self._data = groups.model, groups.dp
         last_stage = groups.pp.rank() == groups.pp.size() - 1
@@ -85,7 +85,7 @@ class RoleReduction:
         return reduced.to(values.device)
 
     def gather_outputs(self, collected: CollectedOutputs, count: int, size: int) -> Tensor:
-        """Returns [count, size] on the CPU: what the last stage has collected in its positions, 0 where there is
+        """Return [count, size] on the CPU: what the last stage has collected in its positions, 0 where there is
         nothing; on every rank of the data-parallel rank."""
         whole = torch.zeros(count, size, device=self._device)
         if self._counts:
@@ -96,7 +96,7 @@ class RoleReduction:
         return whole.cpu()
 
     def mean_metrics(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
-        """Returns the mean, sum / count, of each metric over the role's ranks; the sum where the count is 0.
+        """Return the mean, sum / count, of each metric over the role's ranks; the sum where the count is 0.
 
         Only the last stage's ranks have ``metrics``, tensors [2]; the role's last rank has all names.
         """

@@ -31,12 +31,13 @@ class RewardModel:
         policy_tokenizer: Tokenizer,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``tokenizer`` is the reward model's, ``policy_tokenizer`` the one that the rollouts are in, ``group`` that of
-        the role's team."""
+        """Set up; ``tokenizer`` is the reward model's, ``policy_tokenizer`` the one that the rollouts are in, ``group``
+        that of the role's team."""
         self._role, self._tokenizer, self._policy_tokenizer, self._group = role, tokenizer, policy_tokenizer, group
 
     def scores(self, rows: SpreadRows, prompts: Sequence[Prompt]) -> Tensor:
-        """[R] float32, the score of each rollout, on the CPU of every rank of the role's team; collective over it.
+        """Return [R] float32, the score of each rollout, on the CPU of every rank of the role's team; collective over
+        it.
 
         ``prompts`` are what the rows answer which this rank holds. A row's sampled tokens are decoded to the
         assistant's turn behind the prompt's messages, and the whole is rendered and encoded anew.

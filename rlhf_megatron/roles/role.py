@@ -62,7 +62,7 @@ class Role:
         shares_prompts: bool = False,
         span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
     ) -> None:
-        """Without ``optimizer`` the model is frozen. Weights are unset until ``load``.
+        """Set up; without ``optimizer`` the model is frozen. Weights are unset until ``load``.
 
         ``deterministic``: kernels that give the same bits each time, where ``prepare_environment`` was told so too.
         ``replays_experts``: routers take the experts that a batch's ``expert_choices`` name.
@@ -87,23 +87,23 @@ class Role:
         self._span = span
 
     def offload(self) -> None:
-        """Frees the device of what ``section.offload`` names, until a method of the role needs it."""
+        """Free the device of what ``section.offload`` names, until a method of the role needs it."""
         self.memory.leave()
 
     # ---- weights
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's live parameters by Megatron's names."""
+        """Return this rank's live parameters by Megatron's names."""
         self.memory.come_back("parameters")
         self.memory.settle()
         return self.shard.parameters()
 
     def shard_spec(self) -> ShardSpec:
-        """The rectangles that each rank of the role holds, as one end of a regathering."""
+        """Return the rectangles that each rank of the role holds, as one end of a regathering."""
         return self.shard.spec()
 
     def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
-        """Fills this rank's parameters; the optimizer's own copies follow.
+        """Fill this rank's parameters; the optimizer's own copies follow.
 
         Where the role has adapters they are filled from ``adapters``, by default with new ones, and merged.
         """
@@ -111,7 +111,7 @@ class Role:
         self.apply_weights()
 
     def read_weights(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
-        """The first half of ``load``, in which this rank exchanges nothing.
+        """Do the first half of ``load``, in which this rank exchanges nothing.
 
         Raises ModelError where what is read cannot be this rank's, or is not finite in the role's type.
         """
@@ -119,7 +119,7 @@ class Role:
         self.shard.read(source, adapters)
 
     def apply_weights(self) -> None:
-        """The second half of ``load``: merges adapters, and updates the optimizer's own copies."""
+        """Do the second half of ``load``: merge adapters, and update the optimizer's own copies."""
         if self.shard.adapters:
             self.shard.adapters.begin(self.parameters())
         if self.trainer is not None:
@@ -127,28 +127,28 @@ class Role:
             self.trainer.optimizer.reload_model_params()
 
     def merge_adapters(self) -> None:
-        """Updates the weights to adapters that were written to; nothing where there are none."""
+        """Update the weights to adapters that were written to; nothing where there are none."""
         if self.shard.adapters:
             self.shard.adapters.merge(self.parameters())
 
     # ---- computing
 
     def own_rows(self, lengths: Tensor, rows_together: int = 1) -> list[int]:
-        """This data-parallel rank's share of rows of these lengths, of which every rank has all."""
+        """Return this data-parallel rank's share of rows of these lengths, of which every rank has all."""
         return self._passes.own_rows(lengths, rows_together)
 
     def base_logprobs(self, batch: RolloutBatch) -> TokenOutputs:
-        """``logprobs`` of the model without its adapters, by its own choice of experts: it is a reference."""
+        """Return ``logprobs`` of the model without its adapters, by its own choice of experts: it is a reference."""
         assert self.shard.adapters is not None, f"{self.name} has no adapters"
         with self.shard.adapters.left_out(self.parameters()):
             return self.logprobs(batch.with_fields(expert_choices=None))
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
-        """Logprob and entropy of every sampled token of ``batch``, without gradients; of a language head."""
+        """Return logprob and entropy of every sampled token of ``batch``, without gradients; of a language head."""
         return TokenOutputs(*self._compute(batch, self._output))
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """[T] float32 on the CPU, without gradients, 0 on tokens that were not sampled; of a scalar head.
+        """Return [T] float32 on the CPU, without gradients, 0 on tokens that were not sampled; of a scalar head.
 
         As with logprobs, the value at position t belongs to token t as the predicted one: it is what the model says of
         the row up to token t - 1, before token t was sampled.
@@ -156,7 +156,7 @@ class Role:
         return self._compute(batch, VALUES)[0]
 
     def scores(self, batch: RolloutBatch) -> Tensor:
-        """[R] float32 on the CPU, without gradients: what a scalar head says at each row's last token.
+        """Return [R] float32 on the CPU, without gradients: what a scalar head says at each row's last token.
 
         A row that ends with the padding token (where it is also the end token) is read before it: so do Hugging Face's
         classes for sequence classification, which look for the last token that is not padding.
@@ -164,7 +164,7 @@ class Role:
         return self._compute(batch, SCORES)[0]
 
     def _compute(self, batch: RolloutBatch, output: Output) -> Tensor:
-        """[count, T], or [count, R] of an output per row, on the CPU."""
+        """Return [count, T], or [count, R] of an output per row, on the CPU."""
         self.memory.come_back("parameters")
         budget = self.section.forward_tokens
         collected: CollectedOutputs = []
@@ -190,7 +190,7 @@ class Role:
         rows_together: int = 1,
         outputs: Tensor | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on all shares; ``fields`` are the objective's inputs, [T] each ([R] for scores).
+        """Take one optimizer step on all shares; ``fields`` are the objective's inputs, [T] each ([R] for scores).
 
         ``output``: the objective's input; default: logprobs and entropy of a language head, values of a scalar one.
         ``rows_together``: so many rows that follow each other reach the objective together and in order, such as the
@@ -214,14 +214,14 @@ class Role:
         return self._reduction.mean_metrics(loss.metrics) | step
 
     def take_times_ms(self) -> dict[str, float]:
-        """Returns this rank's milliseconds in updates since the last call, by part: ``forward_time``,
+        """Return this rank's milliseconds in updates since the last call, by part: ``forward_time``,
         ``backward_time`` (``Passes.take_times_ms``) and ``gradient_sync`` (``Trainer.take_gradient_sync_ms``)."""
         forward, backward = self._passes.take_times_ms()
         sync = self.trainer.take_gradient_sync_ms() if self.trainer else 0.0
         return {"gradient_sync_ms": sync, "forward_time_ms": forward, "backward_time_ms": backward}
 
     def _take_step(self, run_passes: Callable[[], dict[str, float]], loss: StepLoss) -> dict[str, float]:
-        """Runs the passes of a step and the optimizer; returns their metrics, without those of the objective."""
+        """Run the passes of a step and the optimizer; return their metrics, without those of the objective."""
         trainer = self.trainer
         assert trainer is not None, f"{self.name} does not learn"
         self.memory.come_back("parameters", "gradients")
@@ -248,7 +248,7 @@ class Role:
 
 
 def _default_output(shard: ModelShard, temperature: float, section: RoleSection) -> Output:
-    """Values of a scalar head, logprobs and entropy of a language head."""
+    """Return values of a scalar head, logprobs and entropy of a language head."""
     if shard.architecture.head == "scalar":
         return VALUES
     kept_bytes = int(section.kept_logits * 2**30)

@@ -37,7 +37,7 @@ class Home:
     group: dist.ProcessGroup | None = None
 
     def leads(self, rank: int) -> bool:
-        """Returns whether rows come to ``rank``, which is this one, for its data-parallel rank."""
+        """Return whether rows come to ``rank``, which is this one, for its data-parallel rank."""
         return self.data is not None and self.leaders[self.data] == rank
 
 
@@ -58,13 +58,14 @@ class Share:
     batch: RolloutBatch
 
     def chosen(self, rows: Tensor) -> list[int]:
-        """The rows of the batch that are among those for which ``rows`` [R] bool is true."""
+        """Return the rows of the batch that are among those for which ``rows`` [R] bool is true."""
         places: list[int] = rows[self.rows].nonzero().squeeze(1).tolist()
         return places
 
 
 def share_out(rows: SpreadRows, wanted: Sequence[tuple[Home, Tensor]]) -> list[Share]:
-    """The share of each home whose data-parallel ranks ``own`` [R] rows; every rank that holds or gets some calls it.
+    """Return the share of each home whose data-parallel ranks ``own`` [R] rows; every rank that holds or gets some
+    calls it.
 
     Raises RowExchangeError where a row comes that is not what its numbers say.
     """
@@ -87,7 +88,8 @@ def share_out(rows: SpreadRows, wanted: Sequence[tuple[Home, Tensor]]) -> list[S
 
 
 def carried(values: Tensor | None, source: Share, target: Share) -> Tensor | None:
-    """``values`` [T] float32 of the tokens of a share, on the ranks that have the same rows in another role's share.
+    """Return ``values`` [T] float32 of the tokens of a share, on the ranks that have the same rows in another role's
+    share.
 
     Called by every rank of both; None on the others.
     """
@@ -105,14 +107,15 @@ def carried(values: Tensor | None, source: Share, target: Share) -> Tensor | Non
 
 
 def _targets(home: Home, owner: Tensor, sources: Tensor, rank: int) -> Tensor:
-    """[M, 3]: (row, the rank of the world that it comes from, the one that it goes to), of those that are ``rank``."""
+    """Return [M, 3]: (row, the rank of the world that it comes from, the one that it goes to), of those that are
+    ``rank``."""
     targets = torch.tensor(home.leaders)[owner.clamp(min=0)]
     rows = ((owner >= 0) & ((sources == rank) | (targets == rank))).nonzero().squeeze(1)
     return torch.stack([rows, sources[rows], targets[rows]], dim=1)
 
 
 def _moves(targets: Sequence[Tensor]) -> Moves:
-    """Those of all homes; a row goes once where several have the same rank."""
+    """Return those of all homes; a row goes once where several have the same rank."""
     every = torch.cat(list(targets)).unique(dim=0)
     return Moves(every[:, 0], every[:, 1], every[:, 2])
 
@@ -120,7 +123,7 @@ def _moves(targets: Sequence[Tensor]) -> Moves:
 def _settled(
     arrived: Mapping[str, Tensor], came: Tensor, places: Tensor, numbers: RowNumbers, home: Home, rank: int
 ) -> dict[str, Tensor]:
-    """The fields of the rows at ``places``, out of those that came to a leader, on all ranks of its home."""
+    """Return the fields of the rows at ``places``, out of those that came to a leader, on all ranks of its home."""
     if home.leads(rank):
         index = {row: position for position, row in enumerate(came.tolist())}
         lengths, chosen = numbers.lengths[came].tolist(), [index[row] for row in places.tolist()]
@@ -132,7 +135,7 @@ def _settled(
 
 
 def _batch(fields: Mapping[str, Tensor], like: RolloutBatch, numbers: RowNumbers) -> RolloutBatch:
-    """The batch of these fields and numbers, which are checked against each other."""
+    """Return the batch of these fields and numbers, which are checked against each other."""
     of_tokens = {**fields, "tokens": fields["tokens"].long()}
     batch = with_numbers(dataclasses.replace(like, cu_seqlens=boundaries(numbers.lengths), **of_tokens), numbers)
     wrong = (marked_in_rows(batch.response_mask, batch.cu_seqlens) != numbers.response_lengths).nonzero()

@@ -48,7 +48,7 @@ class StreamedState:
     def __init__(
         self, optimizer: Any, share: float, dtype: torch.dtype, steps_taken: Callable[[], int], piece_bytes: int
     ) -> None:
-        """Takes over the ``optimizer``'s steps, with moments of ``dtype`` between them.
+        """Take over the ``optimizer``'s steps, with moments of ``dtype`` between them.
 
         The smallest parameters are streamed, up to ``share`` (0 to 1) of all state, since none is cut: pieces are of
         ``piece_bytes`` at most, or of one larger parameter. ``steps_taken``, before a step, decides how it rounds.
@@ -72,15 +72,15 @@ class StreamedState:
         optimizer._copy_main_params_to_model_params = lambda: None  # done with each piece
 
     def owns(self, main: Tensor) -> bool:
-        """Returns whether these master weights are streamed."""
+        """Return whether these master weights are streamed."""
         return id(main) in self._owned
 
     def at_rest(self, main: Tensor) -> Tensor:
-        """Master weights where they are between steps, to read and to write."""
+        """Return master weights where they are between steps, to read and to write."""
         return self._host[id(main), _MASTER] if self._parked and (id(main), _MASTER) in self._host else main
 
     def park(self) -> None:
-        """Sends master weights to the host, where they are not there already."""
+        """Send master weights to the host, where they are not there already."""
         if self._parked:
             return
         self._parked = True
@@ -89,7 +89,7 @@ class StreamedState:
         self._settle()
 
     def unpark(self) -> None:
-        """Brings master weights back, for Megatron to write them."""
+        """Bring master weights back, for Megatron to write them."""
         for piece in self._pieces if self._parked else ():
             for main in piece:
                 main.data = self.at_rest(main).to(main.device)
@@ -97,7 +97,7 @@ class StreamedState:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """The inner optimizer's step, and the copy of master weights to the model, for one piece at a time."""
+        """Take the inner optimizer's step, and the copy of master weights to the model, for one piece at a time."""
         self.park()
         counts = [group.get("step") for group in self._inner.param_groups]
         left: list[torch.cuda.Event | None] = []
@@ -118,7 +118,7 @@ class StreamedState:
         self._settle()
 
     def _step_of(self, mains: Sequence[Tensor], counts: Sequence[Any]) -> None:
-        """The whole step of these parameters alone; ``counts`` are the groups' counts of the steps before."""
+        """Take the whole step of these parameters alone; ``counts`` are the groups' counts of the steps before."""
         chosen = {id(main) for main in mains}
         with contextlib.ExitStack() as stack:
             for group, count in zip(self._inner.param_groups, counts, strict=True):
@@ -141,7 +141,7 @@ class StreamedState:
             self._copy_to_model()
 
     def _moments(self, main: Tensor) -> dict[str, Tensor]:
-        """The moments of a parameter, where and as they are now."""
+        """Return the moments of a parameter, where and as they are now."""
         return {
             key: value
             for key, value in self._inner.state.get(main, {}).items()
@@ -149,24 +149,24 @@ class StreamedState:
         }
 
     def _state(self, main: Tensor) -> dict[str, Tensor]:
-        """The tensors of a parameter's state that are streamed, where they are now."""
+        """Return the tensors of a parameter's state that are streamed, where they are now."""
         return self._moments(main) | ({_MASTER: main.data} if id(main) in self._copies else {})
 
     def _widen(self, piece: Sequence[Tensor]) -> None:
-        """Makes moments float32, as a step takes them."""
+        """Make moments float32, as a step takes them."""
         for main in piece:
             for key, value in self._moments(main).items():
                 self._put(main, key, value.float())
 
     def _narrow(self, piece: Sequence[Tensor]) -> None:
-        """Rounds moments to the type that they have between steps."""
+        """Round moments to the type that they have between steps."""
         for main in piece if self._dtype != torch.float32 else ():
             for order, (key, value) in enumerate(self._moments(main).items()):
                 number = 2 * (self._steps_taken() * len(self._places) + self._places[id(main)]) + order
                 self._put(main, key, rounded_at_random(value, number))
 
     def _fetch(self, piece: Sequence[Tensor]) -> _Visit:
-        """Starts to copy a piece to the device."""
+        """Start to copy a piece to the device."""
         at_rest = [(main, self._state(main)) for main in piece]
         for main, tensors in at_rest:
             if _MASTER in tensors:
@@ -182,7 +182,7 @@ class StreamedState:
             return _Visit(coming, stream.record_event())
 
     def _arrive(self, visit: _Visit | None) -> None:
-        """Puts a piece in its place, for all that is asked of the device from now on."""
+        """Put a piece in its place, for all that is asked of the device from now on."""
         assert visit is not None
         if visit.arrived is not None:
             torch.cuda.current_stream().wait_event(visit.arrived)
@@ -193,7 +193,7 @@ class StreamedState:
                 self._put(main, key, value.float() if key != _MASTER else value)
 
     def _leave(self, piece: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Starts to copy a piece to the host, and gives up its memory on the device."""
+        """Start to copy a piece to the host, and give up its memory on the device."""
         leaving = [(main, key, value) for main in piece for key, value in self._state(main).items()]
         new = {(id(main), key): value.nbytes for main, key, value in leaving if (id(main), key) not in self._host}
         self._host |= zip(new, pinned_buffers(list(new.values())), strict=True)
@@ -218,12 +218,12 @@ class StreamedState:
             self._inner.state[main][key] = value
 
     def _settle(self) -> None:
-        """Waits until all that left is on the host."""
+        """Wait until all that left is on the host."""
         if self._streams is not None:
             self._streams[1].synchronize()
 
     def _both_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Those of what comes and of what leaves: a link carries both at once."""
+        """Return those of what comes and of what leaves: a link carries both at once."""
         if self._streams is None:
             self._streams = (torch.cuda.Stream(), torch.cuda.Stream())
         return self._streams
@@ -232,14 +232,14 @@ class StreamedState:
 def streamed_states(
     optimizer: Any, share: float, dtype: torch.dtype, steps_taken: Callable[[], int]
 ) -> list[StreamedState]:
-    """One for each of the optimizers that make up Megatron's ``optimizer`` and have parameters; none where the share
-    is 0 and moments are float32."""
+    """Return one for each of the optimizers that make up Megatron's ``optimizer`` and have parameters; none where the
+    share is 0 and moments are float32."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer]) if share or dtype != torch.float32 else []
     return [StreamedState(part, share, dtype, steps_taken, PIECE_BYTES) for part in parts if part.optimizer is not None]
 
 
 def _smallest(mains: Sequence[Tensor], share: float) -> set[int]:
-    """The smallest of them, which together have no more than ``share`` of all elements."""
+    """Return the smallest of them, which together have no more than ``share`` of all elements."""
     room = share * sum(main.numel() for main in mains)
     chosen = set()
     for main in sorted(mains, key=Tensor.numel):

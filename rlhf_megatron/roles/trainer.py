@@ -22,7 +22,7 @@ from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite_gradients
 
 
 class Trainer:
-    """Takes optimizer steps on what learns of a ``ModelShard``; every call is collective over the role's ranks.
+    """Trainer of what learns of a ``ModelShard``; every call is collective over the role's ranks.
 
     Attributes:
         chunks: Megatron's DistributedDataParallel, around the model's chunks or those of its adapters.
@@ -33,7 +33,7 @@ class Trainer:
     """
 
     def __init__(self, section: OptimizerSection, shard: ModelShard, dtype: str, training_steps: int) -> None:
-        """``training_steps``: of the whole run, where the learning rate falls over all of them."""
+        """Set up; ``training_steps``: of the whole run, where the learning rate falls over all of them."""
         self._section, self._training_steps = section, training_steps
         self._trainable, self._role_group = shard.trainable, shard.groups.intra_dist_opt
         self.moments_dtype: torch.dtype = getattr(torch, section.state_dtype)
@@ -55,21 +55,21 @@ class Trainer:
         self._bad_gradients = ""
 
     def set_learning_rate(self) -> float:
-        """Gives the optimizer the learning rate of the next step, and returns it."""
+        """Give the optimizer the learning rate of the next step, and return it."""
         rate = learning_rate(self.steps_taken, self._section, self._training_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
 
     def zero_gradients(self) -> None:
-        """Clears the gradients, for the passes of a step to add theirs."""
+        """Clear the gradients, for the passes of a step to add theirs."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         faults.corrupt_gradients(self._trainable.module.parameters())
 
     def gradient_norm(self) -> float:
-        """Hands the gradients to the optimizer, and returns the norm of all; not finite where one of them is not."""
+        """Hand the gradients to the optimizer, and return the norm of all; not finite where one of them is not."""
         if self.loss_scale:
             self.loss_scale.unscale(self.chunks)
         # Megatron looks for infinities under a loss scale of its own only.
@@ -77,11 +77,11 @@ class Trainer:
         return float(self.optimizer.get_grad_norm())
 
     def scale_was_too_high(self, grad_norm: float) -> bool:
-        """Returns whether the passes are to be made again, with a lower loss scale, which is set."""
+        """Return whether the passes are to be made again, with a lower loss scale, which is set."""
         return self.loss_scale is not None and self.loss_scale.was_too_high(grad_norm)
 
     def step(self, grad_norm: float) -> bool:
-        """Takes the optimizer's step, and returns whether it did: not where the norm is not finite or too high."""
+        """Take the optimizer's step, and return whether it did: not where the norm is not finite or too high."""
         highest = self._section.skip_grad_norm or math.inf
         taken = math.isfinite(grad_norm) and grad_norm <= highest
         if taken:
@@ -99,16 +99,16 @@ class Trainer:
         return taken
 
     def settle(self) -> None:
-        """Waits for weights that are on their way from other ranks, which only passes do by themselves."""
+        """Wait for weights that are on their way from other ranks, which only passes do by themselves."""
         if self._gather:
             self._gather.finish()
 
     def take_bad_gradients(self) -> str:
-        """Returns why the last skipped step since the last call was skipped, or ""."""
+        """Return why the last skipped step since the last call was skipped, or ""."""
         reason, self._bad_gradients = self._bad_gradients, ""
         return reason
 
     def take_gradient_sync_ms(self) -> float:
-        """Returns the milliseconds that this rank has only summed its gradients with others' since the last call, the
+        """Return the milliseconds that this rank has only summed its gradients with others' since the last call, the
         wait for these included; waits for the device."""
         return self._gradient_sync.take()

@@ -1,7 +1,7 @@
 """Number of further groups that a replica can keep running, by its sequences and by its cache at every time to come.
 
 Rows that wait for their environment run none, but come back: what they have in the cache is not free, unless it is
-cheaper to compute it again (`generation_clock`).
+cheaper to compute it again (``generation_clock``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Admission:
         queue: WorkQueue,
         clock: GenerationClock | None,
     ) -> None:
-        """Without a `clock`, where admission may depend on no time, rows that wait always keep their cache."""
+        """Set up; without a ``clock``, where admission may depend on no time, rows that wait always keep their
+        cache."""
         self._core, self._sampling, self._lengths, self._clock = core, sampling, lengths, clock
         groups = len(requests.group_ids)
         self._rows_per_group = len(requests) / max(groups, 1)

@@ -25,7 +25,7 @@ _Place = tuple[int, int]  # number of a text, tokens of it before the place
 
 
 class SeenText:
-    """Texts about one prompt, and where each run of `match` tokens in them occurs."""
+    """Texts about one prompt, and where each run of ``match`` tokens in them occurs."""
 
     def __init__(self, match: int) -> None:
         """Start with no texts."""
@@ -34,7 +34,7 @@ class SeenText:
         self._places: dict[Prompt, list[_Place]] = {}
 
     def add(self, tokens: Sequence[int]) -> int:
-        """Take a text; returns its number."""
+        """Take a text; return its number."""
         self._texts.append([])
         self.extend(len(self._texts) - 1, tokens)
         return len(self._texts) - 1
@@ -56,9 +56,9 @@ class SeenText:
         return self._texts[number]
 
     def draft(self, number: int, count: int) -> list[int]:
-        """Return at most `count` tokens that may follow a text: at each the most frequent one, of several the latest.
+        """Return at most ``count`` tokens that may follow a text: at each the most frequent one, of several the latest.
 
-        Of the places that the text's last `match` tokens led to, those count whose tokens before agree for longest.
+        Of the places that the text's last ``match`` tokens led to, those count whose tokens before agree for longest.
         """
         text = self._texts[number]
         places = self._longest(text, self._places.get(tuple(text[-self._match :]), ())[-_PLACES - 1 :])
@@ -78,7 +78,7 @@ class SeenText:
         return drafted
 
     def _longest(self, text: list[int], places: Sequence[_Place]) -> list[_Place]:
-        """Return the places that tokens follow, those alone whose tokens before agree with the end of `text` for
+        """Return the places that tokens follow, those alone whose tokens before agree with the end of ``text`` for
         longest."""
         followed = [(row, end) for row, end in places if end < len(self._texts[row])]
         for length in _LONGER_MATCHES if len(followed) > 1 else ():
@@ -99,8 +99,8 @@ class Drafter:
     """Drafts of the requests in one engine, by their names; every rank of a replica drafts the same."""
 
     def __init__(self, count: int, match: int, of_group: bool) -> None:
-        """Draft `count` tokens where the last `match` have been there before: `of_group` in any response to the prompt,
-        else in the request's own."""
+        """Draft ``count`` tokens where the last ``match`` have been there before: ``of_group`` in any response to the
+        prompt, else in the request's own."""
         self._count, self._match, self._of_group = count, match, of_group
         self._history: dict[Prompt, list[array[int]]] = {}  # the oldest first
         self._history_tokens = 0
@@ -109,7 +109,7 @@ class Drafter:
         self._begun = 0
 
     def begin(self, name: str, prompt: Sequence[int], begun: Sequence[int] = ()) -> None:
-        """Take a request that is to continue `begun` after `prompt`."""
+        """Take a request that is to continue ``begun`` after ``prompt``."""
         self._begun += 1
         key = tuple(prompt) if self._of_group else (*prompt, -self._begun)
         group = self._groups.get(key)
@@ -118,7 +118,7 @@ class Drafter:
         self._rows[name] = _Row(key, group.begin(begun), len(begun))
 
     def draft(self, name: str, sequence: NDArray[np.int32]) -> list[int]:
-        """Return the draft after `sequence`, a request's prompt and response so far; none for an unknown request."""
+        """Return the draft after ``sequence``, a request's prompt and response so far; none for an unknown request."""
         row = self._rows.get(name)
         if row is None:
             return []
@@ -127,7 +127,7 @@ class Drafter:
         return group.seen.draft(row.number, self._count)
 
     def end(self, name: str, sampled: Sequence[int] = ()) -> None:
-        """Take what a request has `sampled` that has ended or was aborted."""
+        """Take what a request has ``sampled`` that has ended or was aborted."""
         row = self._rows.pop(name)
         group = self._groups[row.key]
         if group.end(row, sampled):
@@ -161,7 +161,7 @@ class _Group:
             self.seen.add([*self._lead, *response])
 
     def begin(self, begun: Sequence[int]) -> int:
-        """Take a request, whose text begins with the prompt's last tokens; returns its number."""
+        """Take a request, whose text begins with the prompt's last tokens; return its number."""
         self._running += 1
         return self.seen.add([*self._lead, *begun])
 
@@ -172,7 +172,7 @@ class _Group:
             self.seen.extend(number, sequence[known:].tolist())
 
     def end(self, row: _Row, sampled: Sequence[int]) -> int:
-        """Keep the response of a request that has ended; returns how many still run."""
+        """Keep the response of a request that has ended; return how many still run."""
         known = self.seen.length(row.number) - len(self._lead) - row.begun
         self.seen.extend(row.number, sampled[known:])
         response = self.seen.text(row.number)[len(self._lead) :]

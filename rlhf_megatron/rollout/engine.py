@@ -1,7 +1,7 @@
 """The contract of rollout engines: requests in, completions out, weights written in place.
 
-Everything outside of an engine's own folder knows it as a `RolloutEngine`. `engine_registry.make_engine` makes one, and
-tests/unit/test_engine_contract.py holds two to it: vLLM and a small one on transformers.
+Everything outside of an engine's own folder knows it as a ``RolloutEngine``. ``engine_registry.make_engine`` makes one,
+and tests/unit/test_engine_contract.py holds two to it: vLLM and a small one on transformers.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ class Environment(Protocol):
         ...
 
     def read(self, completion: Completion, answer: Any, /) -> EnvironmentReply | Future[Any]:
-        """Return the reply to `completion`, out of `ask`'s result; or what has to come before that, to be read next."""
+        """Return the reply to ``completion``, out of ``ask``'s result; or what has to come before that, to be read
+        next."""
         ...
 
 
@@ -258,16 +259,16 @@ class RolloutEngine(Protocol):
         environment: Environment | None = None,
         pauses: bool = False,
     ) -> list[Completion]:
-        """Return completions in the order of `requests`; with an `environment` they may have several turns.
+        """Return completions in the order of ``requests``; with an ``environment`` they may have several turns.
 
-        With a `queue` of all groups this replica answers those that it claims, and there are completions of these
+        With a ``queue`` of all groups this replica answers those that it claims, and there are completions of these
         only; what is aborted when enough groups are done comes as far as it went. Without one all are this replica's.
 
-        With `pauses` it is not aborted: the engine keeps what it has computed, and a request of the same `key` with
-        these tokens as its `begun` goes on there, if its group is among the first of the next generation. What else is
-        paused is dropped then.
+        With ``pauses`` it is not aborted: the engine keeps what it has computed, and a request of the same ``key`` with
+        these tokens as its ``begun`` goes on there, if its group is among the first of the next generation. What else
+        is paused is dropped then.
 
-        As they finish, `on_completion` is called with each, and `on_progress` with (done, begun by this replica).
+        As they finish, ``on_completion`` is called with each, and ``on_progress`` with (done, begun by this replica).
 
         Raises:
             RolloutError: a prompt or the sampling cannot be carried out.
@@ -296,17 +297,17 @@ class RolloutEngine(Protocol):
         ...
 
     def weights_updated(self, version: int) -> None:
-        """Drop cached prefixes since new weights are in place; completions carry `version` from now on.
+        """Drop cached prefixes since new weights are in place; completions carry ``version`` from now on.
 
         Paused requests keep what they have computed, which no request shares that begins from now on.
         """
         ...
 
     def sleep(self, keeps_weights: bool = False) -> None:
-        """Give weights and cache back to the device, where the platform can; no generating until `weights_updated`.
+        """Give weights and cache back to the device, where the platform can; no generating until ``weights_updated``.
 
-        Weights are lost that are not another's memory, unless ``keeps_weights``: then `wake_weights` brings them back
-        from the host. The cache of paused requests comes back by `wake_kv_cache`.
+        Weights are lost that are not another's memory, unless ``keeps_weights``: then ``wake_weights`` brings them back
+        from the host. The cache of paused requests comes back by ``wake_kv_cache``.
         """
         ...
 

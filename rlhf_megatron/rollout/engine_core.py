@@ -1,6 +1,6 @@
 """Interface of an inference engine to the scheduler: take a request, step, say what room there is, pause, abort.
 
-The scheduling policy (`scheduler.GenerationScheduler`) talks to an engine through this and nothing else. An engine
+The scheduling policy (``scheduler.GenerationScheduler``) talks to an engine through this and nothing else. An engine
 names requests by the numbers that the scheduler gives them.
 """
 
@@ -16,7 +16,7 @@ from rlhf_megatron.rollout.engine import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class EngineRequest:
-    """Tokens to continue; `seed` alone decides the samples, whatever is batched with them."""
+    """Tokens to continue; ``seed`` alone decides the samples, whatever is batched with them."""
 
     number: int
     token_ids: list[int]
@@ -69,7 +69,7 @@ class EngineCore(Protocol):
         ...
 
     def pause(self) -> list[EngineOutput]:
-        """Halt until the next step: nothing is computed any more; returns those that have ended on the way."""
+        """Halt until the next step: nothing is computed any more; return those that have ended on the way."""
         ...
 
     def unfinished(self) -> list[EngineOutput]:

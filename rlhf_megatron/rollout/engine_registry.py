@@ -1,4 +1,4 @@
-"""Engines by name. This is the one place that knows their classes: everything else is typed on `RolloutEngine`."""
+"""Engines by name. This is the one place that knows their classes: everything else is typed on ``RolloutEngine``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 __all__ = ["ENGINES", "ToolParser", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser"]
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {"vllm": VllmEngine}
-"""Called as `make_engine` is, without the name."""
+"""Called as ``make_engine`` is, without the name."""
 
 
 def make_engine(
@@ -37,7 +37,7 @@ def make_engine(
         dtype: of the weights, a name such as "bfloat16".
         max_prompt_length: in tokens.
         seed: of what the engine draws beside the requests' own seeds.
-        load_format: "dummy" for weights that `parameters` takes later, "auto" for those of `model_path`.
+        load_format: "dummy" for weights that ``parameters`` takes later, "auto" for those of ``model_path``.
         language: config of the language model to make, where config.json is that of a model around it.
         records_experts: completions say which experts each token reached.
         shared: with dummy weights, tensors that parameters of these names are to be views of; they must never move.

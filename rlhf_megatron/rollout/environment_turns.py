@@ -30,7 +30,7 @@ class EnvironmentTurns:
     """
 
     def __init__(self, environment: Environment | None, ranks: ReplicaRanks, clock: GenerationClock) -> None:
-        """Start with none; without an `environment` none comes. The `clock` learns how long they wait."""
+        """Start with none; without an ``environment`` none comes. The ``clock`` learns how long they wait."""
         self._environment, self._ranks, self._clock = environment, ranks, clock
         self._pending: dict[int, Completion] = {}
         self._futures: dict[int, Future[Any]] = {}  # on the leader
@@ -41,14 +41,14 @@ class EnvironmentTurns:
         return len(self._pending)
 
     def take(self, number: int, completion: Completion) -> bool:
-        """Ask for an answer to what a row says so far; returns whether there may be one."""
+        """Ask for an answer to what a row says so far; return whether there may be one."""
         if self._environment is None or not self._environment.goes_on(completion):
             return False
         self._ask(self._environment, number, completion)
         return True
 
     def open(self, number: int, row_id: int) -> bool:
-        """Ask how a row begins; returns whether the environment has a say in that."""
+        """Ask how a row begins; return whether the environment has a say in that."""
         if self._environment is None or not self._environment.opens:
             return False
         self._ask(self._environment, number, Completion(row_id, [], [], "stop", []))
@@ -78,8 +78,8 @@ class EnvironmentTurns:
     def receive(self, wait: bool) -> list[Answer]:
         """Return the answers that have come, the same on all ranks of the replica.
 
-        With `wait`, since nothing else is to be done, it takes a second for the first of them. A repeatable environment
-        gives all answers at once, and until then none.
+        With ``wait``, since nothing else is to be done, it takes a second for the first of them. A repeatable
+        environment gives all answers at once, and until then none.
         """
         replies = self._ranks.broadcast_object(self._receive(wait) if self._ranks.is_leader else None)
         self.is_blocked = replies is None
@@ -109,7 +109,7 @@ class EnvironmentTurns:
         return sorted(replies.items())
 
     def abort(self) -> dict[int, Completion]:
-        """Stop waiting; returns the completions that no answer came to."""
+        """Stop waiting; return the completions that no answer came to."""
         for future in self._futures.values():
             future.cancel()
         pending, self._pending, self._futures = self._pending, {}, {}

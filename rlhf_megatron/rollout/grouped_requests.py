@@ -28,7 +28,8 @@ class GroupedRequests(Sequence[Request]):
         begun: Mapping[int, Completion],
         make: Callable[[int], Sequence[Request]],
     ) -> None:
-        """``sizes``: number of requests of each group, which ``make`` gives for a group's place in the order."""
+        """Set up; ``sizes``: number of requests of each group, which ``make`` gives for a group's place in the
+        order."""
         self.group_ids, self.prompt_tokens, self.begun = group_ids, prompt_tokens, begun
         self._starts = list(itertools.accumulate(sizes, initial=0))
         self._of_group = functools.cache(make)

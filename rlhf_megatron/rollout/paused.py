@@ -34,7 +34,7 @@ class PausedRequests:
         return len(self._by_key)
 
     def take_numbers(self, count: int) -> int:
-        """Return the first of `count` numbers that no request of the engine has had."""
+        """Return the first of ``count`` numbers that no request of the engine has had."""
         first, self._numbers = self._numbers, self._numbers + count
         return first
 
@@ -49,7 +49,8 @@ class PausedRequests:
         return found if found and found.tokens == tokens else None
 
     def release(self, going_on: Collection[PausedRequest] = ()) -> list[int]:
-        """Forget all; returns the numbers of those that are not `going_on`, for the engine to abort, in their order."""
+        """Forget all; return the numbers of those that are not ``going_on``, for the engine to abort, in their
+        order."""
         kept = {request.number for request in going_on}
         dropped = [request.number for request in self._by_key.values() if request.number not in kept]
         self._by_key.clear()

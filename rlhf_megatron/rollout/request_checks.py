@@ -9,10 +9,10 @@ from rlhf_megatron.rollout.engine import Request, Sampling
 
 
 def check_requests(requests: Sequence[Request], sampling: Sampling, max_length: int, vocabulary: int) -> None:
-    """Check the prompts of `requests` against an engine's `max_length` in tokens and its `vocabulary`.
+    """Check the prompts of ``requests`` against an engine's ``max_length`` in tokens and its ``vocabulary``.
 
     Raises:
-        RolloutError: a prompt is empty, too long for `sampling`, or of another tokenizer.
+        RolloutError: a prompt is empty, too long for ``sampling``, or of another tokenizer.
     """
     checked: Sequence[int] | None = None
     for request in requests:

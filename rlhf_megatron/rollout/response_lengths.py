@@ -24,7 +24,8 @@ class ResponseLengths:
         self._latest.append(tokens)
 
     def survival(self, longest: int) -> NDArray[np.float64]:
-        """Return [longest + 1], for each t the share of responses of more than t tokens; none has more than `longest`.
+        """Return [longest + 1], for each t the share of responses of more than t tokens; none has more than
+        ``longest``.
 
         The imagined ones are evenly spread up to the longest: they are all there is to go by at first, and later on
         for a response that has become longer than all of the latest.
@@ -42,7 +43,7 @@ def groups_that_fit(
     rows: float,
     begun: float = 0.0,
 ) -> float:
-    """Return how many groups more a cache with `free` tokens of room will hold at every time to come; at least 0.
+    """Return how many groups more a cache with ``free`` tokens of room will hold at every time to come; at least 0.
 
     Responses end at different times, so that not all of them are in the cache at their full length: t steps from now
     one that still runs has t tokens more, and one that has ended has left what it had.

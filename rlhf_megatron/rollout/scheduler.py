@@ -1,6 +1,6 @@
 """Scheduling policy of generation: a replica claims groups of requests as it has room for them, and no more.
 
-It knows an engine as an `EngineCore`, and nothing of vLLM. The rank that leads the replica claims and decides; its
+It knows an engine as an ``EngineCore``, and nothing of vLLM. The rank that leads the replica claims and decides; its
 tensor-parallel peers learn the decision by a broadcast and make the same calls in the same order, since their engines
 must do the same. When a decision is due follows from what all of them see alike.
 """
@@ -38,8 +38,8 @@ Ended = list[tuple[int, Completion]]  # with the number of each one's request
 class GenerationScheduler:
     """One generation of a replica on this rank.
 
-    A request's number is its index in `requests`; the engine, which may have paused ones of before, has numbers of its
-    own.
+    A request's number is its index in ``requests``; the engine, which may have paused ones of before, has numbers of
+    its own.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class GenerationScheduler:
         pauses: bool = False,
         check: Callable[[Sequence[Request]], None] | None = None,
     ) -> None:
-        """Prepare to generate with weights of `version`.
+        """Prepare to generate with weights of ``version``.
 
-        Without a `queue` all requests are this replica's. `lengths` learns from one generation for the next, and
-        `paused` is kept from one to the next; with `pauses` it gets what this one leaves unfinished. `check` raises for
-        requests that cannot be carried out, and is called with those of a group that begins.
+        Without a ``queue`` all requests are this replica's. ``lengths`` learns from one generation for the next, and
+        ``paused`` is kept from one to the next; with ``pauses`` it gets what this one leaves unfinished. ``check``
+        raises for requests that cannot be carried out, and is called with those of a group that begins.
         """
         self._core, self._sampling, self._ranks = core, sampling, ranks or ReplicaRanks()
         self._paused, self._pauses = paused if paused is not None else PausedRequests(), pauses
@@ -111,7 +111,7 @@ class GenerationScheduler:
         on_progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Return the completions in the order of their requests; see `RolloutEngine.generate`. After an error nothing
+        """Return the completions in the order of their requests; see ``RolloutEngine.generate``. After an error nothing
         is in flight any more, or paused."""
         completions: dict[int, Completion] = {}
         started = time.perf_counter()
@@ -168,7 +168,7 @@ class GenerationScheduler:
         return len(self._paused) > 0 and any(map(self._paused.find, self._requests.of_group(group)))
 
     def _pause(self) -> Ended:
-        """Halt the engine; returns what has ended on the way, and what there is of the others."""
+        """Halt the engine; return what has ended on the way, and what there is of the others."""
         ended, partial = self._take(self._core.pause()), Ended()
         for output in self._core.unfinished():
             number = self._number_of[output.number]
@@ -181,7 +181,7 @@ class GenerationScheduler:
         return [*ended, *partial]
 
     def _abort(self) -> Ended:
-        """Abort what is in flight; returns the partial completions."""
+        """Abort what is in flight; return the partial completions."""
         pending = self._turns.abort().items()
         begun = [(number, completion) for number, completion in pending if completion.token_ids]
         partial = [(number, dataclasses.replace(completion, finish_reason="abort")) for number, completion in begun]
@@ -201,7 +201,7 @@ class GenerationScheduler:
 
     @property
     def _is_waiting(self) -> bool:
-        """Returns whether the engine does nothing until an answer comes."""
+        """True if the engine does nothing until an answer comes."""
         return bool(self._turns) and (self._turns.is_blocked or not self._in_flight)
 
     def _is_over(self) -> bool:
@@ -210,7 +210,7 @@ class GenerationScheduler:
 
     @property
     def _may_stop_early(self) -> bool:
-        """Returns whether the generation ends with enough groups, so that finished ones are to be counted."""
+        """True if the generation ends with enough groups, so that finished ones are to be counted."""
         return self._queue.wanted is not None
 
     @property
@@ -260,7 +260,7 @@ class GenerationScheduler:
     # ---- rows
 
     def _begin(self, group: int, paused: Mapping[int, PausedRequest] = NONE_PAUSED) -> None:
-        """Have the engine answer a group's rows, and go on with those that are `paused` in it."""
+        """Have the engine answer a group's rows, and go on with those that are ``paused`` in it."""
         if self._check:
             self._check(self._requests.of_group(group))
         numbers = self._requests.numbers(group)

@@ -24,7 +24,7 @@ from rlhf_megatron.compat.torch import default_store
 class Deadlines(NamedTuple):
     """Number of updates that groups may wait for, and what follows for when enough are done.
 
-    So many as `needed[s]` of those with at most s `updates_left` must be done, for each s.
+    So many as ``needed[s]`` of those with at most s ``updates_left`` must be done, for each s.
     """
 
     updates_left: Sequence[int]
@@ -44,16 +44,16 @@ class WorkQueue:
     def __init__(
         self, numbers: Sequence[int], wanted: int | None = None, own: int = 0, deadlines: Deadlines = NO_DEADLINES
     ) -> None:
-        """Queue these group numbers; `wanted` finished groups are enough, None wants all of them.
+        """Queue these group numbers; ``wanted`` finished groups are enough, None wants all of them.
 
-        The first `own` groups are this replica's in any case.
+        The first ``own`` groups are this replica's in any case.
         """
         self.wanted, self.own = wanted, own
         self._deadlines, self._done = deadlines, Counter[str]()
         self._numbers, self._claimed = numbers, 0
 
     def claim(self, count: int) -> tuple[list[int], bool]:
-        """Return (at most `count` further groups, whether there may be more)."""
+        """Return (at most ``count`` further groups, whether there may be more)."""
         first, self._claimed = self._claimed, min(self._claimed + count, len(self._numbers))
         return list(self._numbers[first : self._claimed]), self._claimed < len(self._numbers)
 
@@ -70,13 +70,13 @@ class WorkQueue:
         return enough
 
     def _count(self, key: str, more: int) -> int:
-        """Add to a counter of all replicas; returns its value."""
+        """Add to a counter of all replicas; return its value."""
         self._done[key] += more
         return self._done[key]
 
 
 class SharedWorkQueue(WorkQueue):
-    """This replica's `own` groups, and after them `count` that all replicas claim from."""
+    """The ``own`` groups of this replica, and after them ``count`` that all replicas claim from."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class SharedWorkQueue(WorkQueue):
         own: int = 0,
         deadlines: Deadlines = NO_DEADLINES,
     ) -> None:
-        """Queue in `store`, which is this generation's own, without keys at first, and the same for all replicas."""
+        """Make a queue in ``store``, which is this generation's own, without keys at first, and the same for all
+        replicas."""
         super().__init__(range(own + count), wanted, own, deadlines)
         self._store, self.replicas, self._shared = store, replicas, range(own, own + count)
 
@@ -109,10 +110,10 @@ class SharedWorkQueue(WorkQueue):
 
 
 class WorkQueues:
-    """Opens the queue of one generation after the other; every rank makes the same calls in the same order."""
+    """Queues of one generation after the other; every rank makes the same calls in the same order."""
 
     def __init__(self, scheduling: str, replica: int, replicas: int, name: str = "rollout") -> None:
-        """Take "queue" or "static" for `scheduling`; with the latter replica r of n has groups r, r + n, r + 2n, ...
+        """Take "queue" or "static" for ``scheduling``; with the latter replica r of n has groups r, r + n, r + 2n, ...
 
         Those whose queues are open at the same time need different names.
         """
@@ -124,9 +125,9 @@ class WorkQueues:
     def open(
         self, groups: int, wanted: int | None = None, own: int = 0, deadlines: Deadlines = NO_DEADLINES
     ) -> WorkQueue:
-        """Return the queue of so many `groups`; a collective call must lie between two generations.
+        """Return the queue of so many ``groups``; a collective call must lie between two generations.
 
-        Before these, which all replicas know, come groups of this replica's `own`.
+        Before these, which all replicas know, come groups of this replica's ``own``.
         """
         if not self._shares:
             numbers = [*range(own), *range(own + self.replica, own + groups, self.replicas)]

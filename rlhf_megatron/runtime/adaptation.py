@@ -37,7 +37,7 @@ class Adaptation:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether an error, or what led to it, is a lack of memory on a GPU or the host."""
+    """Return whether an error, or what led to it, is a lack of memory on a GPU or the host."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -51,7 +51,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
-    """The budgets of a phase that ran out of memory, reduced as retry.out_of_memory says; empty where none can be."""
+    """Return the budgets of a phase that ran out of memory, reduced as retry.out_of_memory says; empty where none can
+    be."""
     settings = recipe.retry.out_of_memory
     if phase in _ROLLOUT_PHASES and isinstance(recipe, RLRecipe):
         key = "kv_cache_gb" if recipe.rollout.kv_cache_gb is not None else "gpu_memory_utilization"
@@ -72,7 +73,7 @@ def smaller_budgets(recipe: Recipe, phase: str) -> dict[str, float]:
 
 
 def adapt(recipe: Recipe, lines: Sequence[Mapping[str, Any]]) -> tuple[Adaptation, dict[str, float]]:
-    """(all that the next attempt does otherwise, which of its budgets are reduced for the last attempt's fault).
+    """Return (all that the next attempt does otherwise, which of its budgets are reduced for the last attempt's fault).
 
     ``lines``: of recovery.jsonl since a person has started the run.
     """

@@ -34,10 +34,10 @@ class FolderInUse(UserError):
 
 
 class Claim:
-    """This process's right to write into a run's folder."""
+    """The right of this process to write into a run's folder."""
 
     def __init__(self, run: Path, seconds_of_silence: float = SECONDS_OF_SILENCE) -> None:
-        """Takes the right, from a process that is gone if need be. Raises FolderInUse where one has it that lives.
+        """Take the right, from a process that is gone if need be. Raises FolderInUse where one has it that lives.
 
         A holder on another machine counts as gone after ``seconds_of_silence``.
         """
@@ -52,7 +52,7 @@ class Claim:
         self._thread.start()
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Let others have the folder."""
         self._ended.set()
         self._thread.join(_SECONDS_BETWEEN_SIGNS)  # it would make the file anew
         with contextlib.suppress(UserError):  # what is there now is not this process's
@@ -60,7 +60,7 @@ class Claim:
                 self._path.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        """Makes the file, unless there is one."""
+        """Make the file, unless there is one."""
         try:
             file = self._path.open("xb")
         except FileExistsError:
@@ -77,7 +77,7 @@ class Claim:
         return f"{self._own}\n{self._signs:012d}\n".encode()
 
     def _read(self) -> bytes | None:
-        """The file's content, None where there is none; raises UserError where it is no file of this kind."""
+        """Return the file's content, None where there is none; raises UserError where it is no file of this kind."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
@@ -92,7 +92,7 @@ class Claim:
             raise
 
     def _take_over(self, seconds_of_silence: float) -> bool:
-        """Takes the folder over if its holder is gone, and returns whether it did; raises FolderInUse if that lives."""
+        """Take the folder over if its holder is gone, and return whether it did; raises FolderInUse if that lives."""
         seen = now = self._read()
         holder = _holder(seen)
         alive = lives(holder) if holder else None
@@ -123,7 +123,7 @@ class Claim:
         return _holder(self._read()) == self._own
 
     def _after(self, seen: bytes, seconds: float) -> bytes | None:
-        """The file's content when it is no longer what was ``seen``, or ``seconds`` have passed.
+        """Return the file's content when it is no longer what was ``seen``, or ``seconds`` have passed.
 
         It is opened anew each time, for which a file system over a network asks its server.
         """
@@ -133,7 +133,7 @@ class Claim:
         return now
 
     def _give_signs(self) -> None:
-        """Goes on until the claim is released; ends the process if another job has taken the folder meanwhile."""
+        """Go on until the claim is released; end the process if another job has taken the folder meanwhile."""
         while not self._ended.wait(_SECONDS_BETWEEN_SIGNS):
             self._signs += 1
             with contextlib.suppress(
@@ -150,6 +150,6 @@ class Claim:
 
 
 def _holder(content: bytes | None) -> str:
-    """The holder of a claim; empty where nothing says it, as when the file is just being written."""
+    """Return the holder of a claim; empty where nothing says it, as when the file is just being written."""
     words = (content or b"").partition(b"\n")[0].decode("utf-8", errors="replace")
     return words if re.fullmatch(r"\S{1,300} [0-9]{1,20} [0-9]{1,20}", words) else ""

@@ -16,12 +16,14 @@ _EXCHANGES = 20
 
 
 def host_identity() -> str:
-    """An identity that the processes of one running system share, also where containers have names of their own."""
+    """Return an identity that the processes of one running system share, also where containers have names of their
+    own."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
 def measure_clocks(host: str, clock: Callable[[], float] = time.perf_counter) -> list[Clock]:
-    """Every rank's ``clock`` against rank 0's, in rank order, on every rank; collective, milliseconds for each host.
+    """Return every rank's ``clock`` against rank 0's, in rank order, on every rank; collective, milliseconds for each
+    host.
 
     ``clock`` is one that all processes of a ``host`` share, as time.perf_counter is on Linux.
     """
@@ -42,7 +44,8 @@ def measure_clocks(host: str, clock: Callable[[], float] = time.perf_counter) ->
 
 
 def clock_ahead(exchanges: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(seconds that this clock is ahead of another, by how much it may be wrong) from (asked, other's time, answered).
+    """Return (seconds that this clock is ahead of another, by how much it may be wrong) from (asked, other's time,
+    answered).
 
     The answer is taken to have been given in the middle of the quickest exchange (Cristian 1989), so what is found is
     wrong by no more than half of its duration.

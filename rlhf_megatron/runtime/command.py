@@ -54,39 +54,40 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*arguments, **({"prog": self.program} | named))
 
     def parse_args(self, *arguments: Any, **named: Any) -> Any:
-        """As argparse's."""
+        """Do as argparse's does."""
         self._complete()
         return super().parse_args(*arguments, **named)
 
     def parse_intermixed_args(self, *arguments: Any, **named: Any) -> Any:
-        """As argparse's."""
+        """Do as argparse's does."""
         self._complete()
         return super().parse_intermixed_args(*arguments, **named)
 
     def _complete(self) -> None:
-        """Writes what a line can go on with and ends the process, where a shell asks for that (by argcomplete)."""
+        """Write what a line can go on with and end the process, where a shell asks for that (by argcomplete)."""
         if "_ARGCOMPLETE" in os.environ:
             import argcomplete
 
             argcomplete.autocomplete(self)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError."""
+        """Raise UserError."""
         raise UserError(f"{message}; --help tells what there is")
 
 
 def path_argument(text: str) -> Path:
-    """Returns a path of a command line; raises argparse.ArgumentTypeError for an empty one, which is this folder."""
+    """Return a path of a command line; raises argparse.ArgumentTypeError for an empty one, which is this folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty; name a file or folder")
     return Path(text)
 
 
 def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
-    """Makes a function that returns an exit status the main function of a command.
+    """Make a function that returns an exit status the main function of a command.
 
-    For input that is not right the status is 2, after one line. Where the reader of standard output has gone (`| head`)
-    or a person has interrupted the command, it is that of a program ended by the signal, and nothing is told.
+    For input that is not right the status is 2, after one line. Where the reader of standard output has gone
+    (``| head``) or a person has interrupted the command, it is that of a program ended by the signal, and nothing is
+    told.
     """
 
     @functools.wraps(main)
@@ -115,7 +116,7 @@ def command(main: Callable[_Arguments, int]) -> Callable[_Arguments, int]:
 
 
 def _stdout_is_lost() -> bool:
-    """Returns whether nobody reads standard output any more; from then on it goes nowhere, so that Python can end."""
+    """Return whether nobody reads standard output any more; from then on it goes nowhere, so that Python can end."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     if not any(happened & select.POLLERR for _, happened in poll.poll(0)):
@@ -127,7 +128,7 @@ def _stdout_is_lost() -> bool:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises UserError where a variable of torchrun or Slurm is not what these set; all may be absent."""
+    """Raise UserError where a variable of torchrun or Slurm is not what these set; all may be absent."""
     needed = _OF_TORCHRUN if "RANK" in environment else {}
     for name in (*needed, *(["MASTER_ADDR"] if needed else [])):
         if not environment.get(name):
@@ -146,7 +147,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 
 
 def number_of_gpus(where: str, text: str) -> int:
-    """Returns the GPUs to plan for; raises UserError, naming ``where`` it was said, for what is no such number."""
+    """Return the GPUs to plan for; raises UserError, naming ``where`` it was said, for what is no such number."""
     if not (text.isascii() and text.isdecimal()) or not text.strip("0"):
         raise UserError(f"{where}={shown(text, 40)}: must be a number of GPUs, 1 or more")
     if len(text) > 20 or int(text) > MOST_GPUS:
@@ -155,7 +156,7 @@ def number_of_gpus(where: str, text: str) -> int:
 
 
 def on_this_rank(action: Callable[[], int]) -> int:
-    """Does this rank's part of a command, in step with all others; returns the exit status."""
+    """Do this rank's part of a command, in step with all others; return the exit status."""
     try:
         return action()
     except UserError as error:
@@ -170,13 +171,13 @@ def on_this_rank(action: Callable[[], int]) -> int:
 
 
 def say_that_imports_begin() -> None:
-    """Tells a person at a terminal why nothing happens at first; once, by the first rank."""
+    """Tell a person at a terminal why nothing happens at first; once, by the first rank."""
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("importing torch, Megatron and vLLM ...", file=sys.stderr, flush=True)
 
 
 def was_refused() -> bool:
-    """Returns whether an attempt of the same torchrun has refused its input; this one then ends without a word."""
+    """Return whether an attempt of the same torchrun has refused its input; this one then ends without a word."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return False
     from rlhf_megatron.topology.world import refusal_before
@@ -188,7 +189,7 @@ def was_refused() -> bool:
 
 
 def tell(error: UserError) -> int:
-    """Prints the error in one line, once where all ranks fail alike; returns the exit status."""
+    """Print the error in one line, once where all ranks fail alike; return the exit status."""
     rank = os.environ.get("RANK")
     text = line_of(error)
     line = f"error: {text}" if rank in (None, "0") else f"[rank {shown(rank)}] error: {text}"
@@ -207,13 +208,13 @@ def tell(error: UserError) -> int:
 
 
 def line_of(error: UserError) -> str:
-    """The text of an error as a terminal can show it: no control characters, and not without end."""
+    """Return the text of an error as a terminal can show it: no control characters, and not without end."""
     lines = [shown(line, _LONGEST_LINE) for line in str(error).splitlines()]
     return "\n".join(lines[:_MOST_LINES])
 
 
 def _report(line: str, may_pass: bool) -> None:
-    """Writes what torchrun shows of this rank at the end, and what tells launch/torchrun.py not to try again."""
+    """Write what torchrun shows of this rank at the end, and what tells launch/torchrun.py not to try again."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -1,4 +1,4 @@
-"""The command `rlhf-megatron`: the scripts of launch/ and tools/ by name, in any folder.
+"""The command ``rlhf-megatron``: the scripts of launch/ and tools/ by name, in any folder.
 
     rlhf-megatron train RECIPE [key.path=value ...] [--nproc-per-node N]
     rlhf-megatron plan RECIPE --world N
@@ -64,7 +64,7 @@ LAUNCHER_OPTIONS = {
 
 @command
 def main() -> int:
-    """Runs the script that is asked for, as `__main__`; returns the exit status."""
+    """Run the script that is asked for, as ``__main__``; return the exit status."""
     arguments = to_complete(os.environ) if "_ARGCOMPLETE" in os.environ else sys.argv[1:]
     if not arguments or arguments[0].startswith("-"):
         build_parser().parse_args(arguments or ["--help"])
@@ -81,7 +81,8 @@ def main() -> int:
 
 
 def to_complete(environment: MutableMapping[str, str]) -> list[str]:
-    """The command's name in the line that a shell completes, if it stands there in full; argcomplete skips it then."""
+    """Return the command's name in the line that a shell completes, if it stands there in full; argcomplete skips it
+    then."""
     words = environment.get("COMP_LINE", "").encode()[: int(environment.get("COMP_POINT", "0"))].decode().split(" ")
     named = [word for word in words[1:] if word][:1]
     if not named or (words[-1] == named[0] and words.count(named[0]) == 1):
@@ -91,7 +92,7 @@ def to_complete(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def launched(script: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The script to run here, and its arguments: launch/torchrun.py, where ranks have to be started first."""
+    """Return the script to run here, and its arguments: launch/torchrun.py, where ranks have to be started first."""
     parser = launcher_parser()
     options, rest = parser.parse_known_args(arguments)
     if {"-h", "--help"} & set(rest):
@@ -114,14 +115,14 @@ def launcher_parser() -> argparse.ArgumentParser:
 
 
 def gpus_here() -> int:
-    """The number of ranks where none is given: one for each GPU of this machine, or one."""
+    """Return the number of ranks where none is given: one for each GPU of this machine, or one."""
     import torch
 
     return torch.cuda.device_count() or 1
 
 
 def run_script(script: str, name: str, arguments: Sequence[str]) -> int:
-    """Runs a shipped script in this process; it ends the process with its status."""
+    """Run a shipped script in this process; it ends the process with its status."""
     path = SHIPPED / script
     ArgumentParser.program = f"{PROGRAM} {name}"
     sys.argv = [str(path), *arguments]

@@ -43,12 +43,13 @@ class Fault:
     last: int
 
     def is_due(self, phase: str, step: int) -> bool:
-        """Returns whether it happens as ``phase`` of ``step`` begins."""
+        """Return whether it happens as ``phase`` of ``step`` begins."""
         return phase == self.phase and self.first <= step <= self.last
 
 
 def fault_of(environment: Mapping[str, str]) -> Fault | None:
-    """The fault that the environment asks of this rank in this attempt; raises UserError where it cannot be read."""
+    """Return the fault that the environment asks of this rank in this attempt; raises UserError where it cannot be
+    read."""
     wanted = environment.get(VARIABLE, "").split(",")
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt >= len(wanted) or not wanted[attempt]:
@@ -78,7 +79,7 @@ _armed = _Armed()
 
 
 def at(phase: str, step: int) -> None:
-    """Has happen what is to happen as ``phase`` of ``step`` begins. Only for the main thread."""
+    """Have happen what is to happen as ``phase`` of ``step`` begins. Only for the main thread."""
     if not _armed.is_read:
         _armed.fault, _armed.is_read = fault_of(os.environ), True
     fault = _armed.fault
@@ -120,14 +121,14 @@ def _happen(kind: str, words: str) -> None:
 
 
 def _limit_files(size: int) -> Callable[[], None]:
-    """Makes writes beyond ``size`` bytes of a file fail, as on a full disk; returns what takes that back."""
+    """Make writes beyond ``size`` bytes of a file fail, as on a full disk; return what takes that back."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _disconnect(is_meant: Callable[[int], bool]) -> None:
-    """Ends the TCP connections of this process whose other end has such a port."""
+    """End the TCP connections of this process whose other end has such a port."""
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and is_meant(connection.raddr.port):
             with socket.socket(fileno=os.dup(connection.fd)) as end:
@@ -135,13 +136,13 @@ def _disconnect(is_meant: Callable[[int], bool]) -> None:
 
 
 def corrupt_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Makes an element of Megatron's gradient buffers nan before the backward pass, where that is due in this phase."""
+    """Make an element of Megatron's gradient buffers nan before the backward pass, where that is due in this phase."""
     if _armed.corrupts_gradients:
         gradient: torch.Tensor = getattr(next(iter(parameters)), "main_grad")  # noqa: B009  (Megatron's own attribute)
         gradient.view(-1)[0] = float("nan")
 
 
 def corrupt_weights(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Makes an element of the weights infinite after the optimizer's step, where that is due in this phase."""
+    """Make an element of the weights infinite after the optimizer's step, where that is due in this phase."""
     if _armed.corrupts_weights:
         next(iter(parameters)).data.view(-1)[0] = float("inf")

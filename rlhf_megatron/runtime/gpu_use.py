@@ -14,7 +14,7 @@ class GpuUses:
     """A meter on each rank's GPU; none where there are none, or where one cannot be read. Every call is collective."""
 
     def __init__(self) -> None:
-        """Begins to measure; ``problem`` says why that cannot be, where there are GPUs."""
+        """Begin to measure; ``problem`` says why that cannot be, where there are GPUs."""
         self.problem: str | None = None
         self._meter: GpuMeter | None = None
         if not torch.cuda.is_available():
@@ -28,19 +28,19 @@ class GpuUses:
             self.close()
 
     def metrics(self) -> dict[str, float]:
-        """``perf/gpu_utilization`` and ``perf/gpu_power_watts``, the mean over all GPUs since the last call,
+        """Return ``perf/gpu_utilization`` and ``perf/gpu_power_watts``, the mean over all GPUs since the last call,
         ``perf/gpu_utilization_lowest`` of the GPU that did least, and ``perf/gpu_temperature_highest``."""
         return over_gpus(self._meter.take()) if self._meter else {}
 
     def close(self) -> None:
-        """Ends the measuring on this rank."""
+        """End the measuring on this rank."""
         if self._meter:
             self._meter.close()
         self._meter = None
 
 
 def over_gpus(own: GpuUse) -> dict[str, float]:
-    """Returns the metrics over the GPUs of all ranks, from those that report each of them; collective."""
+    """Return the metrics over the GPUs of all ranks, from those that report each of them; collective."""
     used, watts = own.utilization, own.watts
     values = [0.0 if value is None else value for value in (used, watts)]
     used_sum, watts_sum, uses, powers = sum_over_ranks([*values, float(used is not None), float(watts is not None)])

@@ -33,7 +33,8 @@ class Health:
     """The health of a run, one on each rank. Making it touches no other rank; ``after`` is collective."""
 
     def __init__(self, section: HealthSection, run: str, tell: Callable[[str], None]) -> None:
-        """``run`` names the run in alerts; ``tell`` shows a line on rank 0. Raises MonitorError as AlertSender does."""
+        """Set up; ``run`` names the run in alerts; ``tell`` shows a line on rank 0. Raises MonitorError as AlertSender
+        does."""
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._run, self._tell = run, tell
         self._watch = RuleWatch(section.all_rules(), self._rank)
@@ -42,7 +43,7 @@ class Health:
         self._alerts = AlertSender(section.alert, tell) if wanted and self._rank == 0 else None
 
     def after(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Looks at the metrics of a step on all ranks and acts; one small collective where no rule speaks.
+        """Look at the metrics of a step on all ranks and act; one small collective where no rule speaks.
 
         Raises HealthStop on all ranks where a rule says stop, after its alert has left or half a minute has passed.
         """
@@ -57,12 +58,12 @@ class Health:
             raise HealthStop(f"health.rules stopped the run: {ends[0].text()}")
 
     def close(self) -> None:
-        """Lets the last alerts leave."""
+        """Let the last alerts leave."""
         if self._alerts:
             self._alerts.close()
 
     def _act(self, finding: Finding) -> None:
-        """Rank 0 tells, and alerts where the rule says so."""
+        """Tell on rank 0, and alert where the rule says so."""
         if self._rank:
             return
         self._tell(f"health: {finding.text()}")
@@ -81,7 +82,7 @@ class Health:
             self._alerts.send(f"{self._run}: {finding.text()}{'; the run stops' * stops}", details, urgent=stops)
 
     def _miss_metrics(self, evaluated: bool) -> None:
-        """Tells of rules whose metric should have come by now: one of evaluations with the first of them."""
+        """Tell of rules whose metric should have come by now: one of evaluations with the first of them."""
         if evaluated:
             self._evaluations += 1
         else:
@@ -95,7 +96,7 @@ class Health:
 
 
 def _from_all_ranks(findings: list[Finding]) -> list[Finding]:
-    """The findings of all ranks, on each of them; no more than one number is exchanged where there are none."""
+    """Return the findings of all ranks, on each of them; no more than one number is exchanged where there are none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return findings
     most = torch.tensor([len(findings)])
@@ -108,8 +109,8 @@ def _from_all_ranks(findings: list[Finding]) -> list[Finding]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Memory of this rank now, in GB of 2^30 bytes: ``memory/host_gb``, the process's resident memory, and on a GPU
-    ``memory/gpu_gb``, all that is taken of the device (other libraries' and other processes' memory included); and
+    """Return memory of this rank now, in GB of 2^30 bytes: ``memory/host_gb``, the process's resident memory, and on a
+    GPU ``memory/gpu_gb``, all that is taken of the device (other libraries' and other processes' memory included); and
     ``memory/gpu_retries``, how often since the start torch gave back all that it had kept and asked the driver again.
     """
     metrics = {"memory/host_gb": psutil.Process().memory_info().rss / GB}

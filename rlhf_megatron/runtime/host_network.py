@@ -56,7 +56,7 @@ class HostNetwork:
         proc: Path = Path("/proc/self"),
         classes: Path = Path("/sys/class"),
     ) -> None:
-        """Begins to watch how fast the links are; torchrun's ``environment`` says how many hosts there are."""
+        """Begin to watch how fast the links are; torchrun's ``environment`` says how many hosts there are."""
         self.planned: Planned | None = None
         self.is_on = int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
         self._counts = self.is_on and environment.get("LOCAL_RANK", "0") == "0"
@@ -67,12 +67,12 @@ class HostNetwork:
             threading.Thread(target=self._watch, name="host network", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the watching."""
+        """End the watching."""
         self._ends.set()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts a phase's bytes; those of the same name add up."""
+        """Count a phase's bytes; those of the same name add up."""
         before = self._read() if self._counts else (0, 0)
         yield
         if self.is_on:
@@ -80,7 +80,7 @@ class HostNetwork:
             self._by_phase[name] = self._by_phase.get(name, 0.0) + carried
 
     def begin(self) -> None:
-        """Starts anew, with the next step."""
+        """Start anew, with the next step."""
         self._by_phase = {}
 
     def metrics(self, times: Mapping[str, float], seconds: float, tokens: int) -> dict[str, float]:

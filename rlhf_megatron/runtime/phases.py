@@ -36,7 +36,7 @@ class Phases:
     """The clock of one rank and the most memory that it has held since the last look, from its process's start on."""
 
     def __init__(self) -> None:
-        """Counts all before as the phase ``launch``: Python, imports, joining the other ranks."""
+        """Count all before as the phase ``launch``: Python, imports, joining the other ranks."""
         now = time.perf_counter()
         self.began = now - (time.time() - psutil.Process().create_time())
         self.records = True  # whether the timeline will be asked for
@@ -47,7 +47,7 @@ class Phases:
         self._spans = [Span("launch", self.began, now, held, peak)]
 
     def begin(self, records: bool) -> None:
-        """Starts anew, with the next step."""
+        """Start anew, with the next step."""
         self._sample_memory()
         self._seconds, self._peaks, self._spans = {}, {}, []
         self.records = records
@@ -55,7 +55,7 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step; times of the same name add up. The GPU has done its work when it ends."""
+        """Time a part of the step; times of the same name add up. The GPU has done its work when it ends."""
         with self._measure(name) as span:
             yield
         self._seconds[name] = self.seconds(name) + span.seconds
@@ -63,26 +63,26 @@ class Phases:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A part of a phase that only the timeline shows; nothing happens in steps that it does not record."""
+        """Mark a part of a phase that only the timeline shows; nothing happens in steps that it does not record."""
         with self._measure(name) if self.records else contextlib.nullcontext():
             yield
 
     def seconds(self, phase: str) -> float:
-        """Returns how long a phase has taken since ``begin``."""
+        """Return how long a phase has taken since ``begin``."""
         return self._seconds.get(phase, 0.0)
 
     def add_missing(self, times: Mapping[str, float]) -> None:
-        """Adds the phases of another rank that this one has not been through."""
+        """Add the phases of another rank that this one has not been through."""
         for name, seconds in times.items():
             self._seconds.setdefault(name, seconds)
             self._peaks.setdefault(name, 0.0)
 
     def times(self) -> dict[str, float]:
-        """Seconds of each phase since ``begin``."""
+        """Return seconds of each phase since ``begin``."""
         return dict(self._seconds)
 
     def peaks(self) -> dict[str, float]:
-        """Most memory in each phase since ``begin`` on the rank that had most, in GB of 2^30 bytes; collective.
+        """Return most memory in each phase since ``begin`` on the rank that had most, in GB of 2^30 bytes; collective.
 
         All ranks have been through the same phases, or have them from others. See ``_sample_memory`` for what counts.
         """
@@ -90,7 +90,7 @@ class Phases:
         return dict(zip(names, max_over_ranks([self._peaks[name] for name in names]), strict=True))
 
     def write(self, path: Path, name: str, clocks: list[Clock]) -> None:
-        """The timeline of all ranks since ``begin`` under one span ``name``, written by rank 0; collective."""
+        """Write the timeline of all ranks since ``begin`` under one span ``name``, written by rank 0; collective."""
         held, peak = self._sample_memory()
         highest = max([peak, *(span.peak_gb for span in self._spans)])
         spans = [Span(name, self.began, time.perf_counter(), held, highest), *self._spans]
@@ -115,7 +115,7 @@ class Phases:
         self._spans.append(Span(name, span.begin, end, held, span.peak_gb))
 
     def _sample_memory(self) -> tuple[float, float]:
-        """(memory held now, the most since the last look) in GB; open spans take note of it.
+        """Return (memory held now, the most since the last look) in GB; open spans take note of it.
 
         Of a GPU: all that the driver says is taken, but of what torch keeps for later only what is in use. Memory that
         sleeps, as vLLM's does, is still in use by torch's count and no longer taken by the driver's: so it drops out.

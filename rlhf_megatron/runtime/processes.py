@@ -12,14 +12,15 @@ _STATE, _BEGAN = 0, 19
 
 
 def this_machine() -> str:
-    """One word for this host as it was last booted; a container is a machine of its own."""
+    """Return one word for this host as it was last booted; a container is a machine of its own."""
     boot = _BOOT.read_text(encoding="ascii")[:8]
     processes = os.stat("/proc/self/ns/pid").st_ino
     return f"{socket.gethostname()}/{boot}-{processes}"
 
 
 def identity(process: int) -> str:
-    """MACHINE PROCESS TIME, three words that no other process ever has; raises ProcessLookupError where it is gone.
+    """Return MACHINE PROCESS TIME, three words that no other process ever has; raises ProcessLookupError where it is
+    gone.
 
     The time is in clock ticks since the machine was booted, which no correction of its clock changes.
     """
@@ -33,7 +34,7 @@ def identity(process: int) -> str:
 
 
 def lives(name: str) -> bool | None:
-    """Returns whether the process of an ``identity`` is still there; None where it is one of another machine."""
+    """Return whether the process of an ``identity`` is still there; None where it is one of another machine."""
     machine, process, _ = name.split()
     if machine != this_machine():
         return None

@@ -19,7 +19,7 @@ FOLDER, FIRST_ATTEMPT = "RLHF_MEGATRON_LOGS", "RLHF_MEGATRON_ATTEMPT"
 
 
 def next_log(folder: Path, first_attempt: int, rank: str) -> Path:
-    """Makes the file for this start of a rank: in the first attempt's folder that has none of it yet.
+    """Make the file for this start of a rank: in the first attempt's folder that has none of it yet.
 
     torchrun starts all ranks together, so they agree; its own count of restarts differs from node to node.
     """
@@ -34,7 +34,7 @@ def next_log(folder: Path, first_attempt: int, rank: str) -> Path:
 
 
 def redirect_output(environment: Mapping[str, str]) -> None:
-    """Sends stdout and stderr of this process, and of what it starts, to the rank's log; ``latest`` points there.
+    """Send stdout and stderr of this process, and of what it starts, to the rank's log; ``latest`` points there.
 
     Where no log can be made, that is told and they stay where they are.
     """

@@ -15,7 +15,7 @@ _SECONDS_FOR_AN_ANSWER = 5.0
 
 
 def give_signs_of_life(every_seconds: float) -> None:
-    """Tells this rank's monitor from now on that the rank lives; does nothing where torchrun has started the rank.
+    """Tell this rank's monitor from now on that the rank lives; does nothing where torchrun has started the rank.
 
     In a thread of its own, since a monitor that does not answer must hold nothing up. One that is gone is no fault of
     the run.

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 
 def named_ranks(ranks: Iterable[int], hosts: Mapping[int, str] | None = None) -> str:
-    """Ranks as "rank 3", "ranks 0-6, 9", with their hosts behind them where ``hosts`` (rank -> name) knows them."""
+    """Return ranks as "rank 3", "ranks 0-6, 9", with their hosts behind them where ``hosts`` (rank -> name) knows
+    them."""
     ordered = sorted(set(ranks))
     runs: list[str] = []
     for _, group in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):

@@ -118,7 +118,7 @@ class Origin:
         return cls(torchrun, environment.get("SLURM_JOB_ID"), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
     def continues(self, beginning: Mapping[str, Any]) -> bool:
-        """Returns whether the same torchrun, or a requeue, has started the run since a ``beginning``, and no person.
+        """Return whether the same torchrun, or a requeue, has started the run since a ``beginning``, and no person.
 
         A job alone says nothing: an interactive one may have many starts by hand.
         """
@@ -127,7 +127,8 @@ class Origin:
 
 
 def _torchrun_of(run_id: str | None) -> int:
-    """The process that started this rank: the nearest above that is not itself of torchrun's run, as wrappers are."""
+    """Return the process that started this rank: the nearest above that is not itself of torchrun's run, as wrappers
+    are."""
     for parent in psutil.Process().parents():
         try:
             is_wrapper = run_id is not None and parent.environ().get("TORCHELASTIC_RUN_ID") == run_id
@@ -142,7 +143,7 @@ class RecoveryLog:
     """The decisions of one run, over all of its jobs."""
 
     def __init__(self, run: Path, origin: Origin | None = None) -> None:
-        """``run`` is the run's folder; ``origin``: of this process, if it is not given."""
+        """Set up; ``run`` is the run's folder; ``origin``: of this process, if it is not given."""
         self.path = run / "recovery.jsonl"
         self._metrics, self._requeue = run / "metrics.jsonl", run / _REQUEUE
         self._given_origin = origin
@@ -152,7 +153,7 @@ class RecoveryLog:
         return self._given_origin or Origin.of(os.environ)
 
     def lines(self) -> list[dict[str, Any]]:
-        """The lines so far, without damaged ones, such as one that a crash has cut.
+        """Return the lines so far, without damaged ones, such as one that a crash has cut.
 
         Of one that is larger than any run's nothing is read; ``begin`` moves it out of the way.
         Raises UserError where the file cannot be read at all.
@@ -165,34 +166,34 @@ class RecoveryLog:
         return [line for text in content.split(b"\n") if (line := _checked(text))]
 
     def of_this_launch(self) -> list[dict[str, Any]]:
-        """The lines since a person has started the run: none, if that was now."""
+        """Return the lines since a person has started the run: none, if that was now."""
         return self._of_this_launch(self.lines())
 
     def is_first_attempt(self) -> bool:
-        """Returns whether this launch has not been started again by itself; call it after ``begin``."""
+        """Return whether this launch has not been started again by itself; call it after ``begin``."""
         return sum(line["what"] in _BEGINNINGS for line in self.of_this_launch()) <= 1
 
     def launch(self) -> str:
-        """The name that all attempts share that follow from one start by a person; call it after ``begin``."""
+        """Return the name that all attempts share that follow from one start by a person; call it after ``begin``."""
         beginning = _last_beginning(self.lines())
         return str(beginning["launch"]) if beginning else self._origin.torchrun
 
     def stop(self, step: int, why: str, saved: bool) -> None:
-        """Notes that all ranks end after ``step``, and whether they have saved."""
+        """Note that all ranks end after ``step``, and whether they have saved."""
         self.append("stop", step, why, torchrun=self._origin.torchrun, saved=saved)
 
     def has_stopped(self) -> dict[str, Any] | None:
-        """The line of the run's stop under the torchrun that has now started it again, to which a rank that dies as it
-        ends is a fault."""
+        """Return the line of the run's stop under the torchrun that has now started it again, to which a rank that dies
+        as it ends is a fault."""
         stops = [line for line in self.lines() if line["what"] == "stop"]
         return next((line for line in stops if line.get("torchrun") == self._origin.torchrun), None)
 
     def starts(self) -> int:
-        """The number of times the run has been started, by whomever."""
+        """Return the number of times the run has been started, by whomever."""
         return sum(line["what"] in _BEGINNINGS for line in self.lines())
 
     def append(self, what: What, step: int | None, why: str, **more: Any) -> None:
-        """Adds a line: ``step`` is the last one that was done, None where the writer does not know."""
+        """Add a line: ``step`` is the last one that was done, None where the writer does not know."""
         try:
             self._write(what, step, why, more)
         except (OSError, UserError) as error:
@@ -220,7 +221,7 @@ class RecoveryLog:
     def begin(
         self, max_repeats: int, reduced: Mapping[str, float] | None = None, found: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Notes that an attempt begins; why it should not, where it would be the same fault again.
+        """Note that an attempt begins; return why it should not, where it would be the same fault again.
 
         Call it on one rank, before the metrics of earlier attempts are moved. A fault repeats if the run has ended
         ``max_repeats`` times in a row after the same step and has been started again each time by torchrun or Slurm,
@@ -266,7 +267,7 @@ class RecoveryLog:
         return max(retry.interval_seconds, retry.network.seconds_before(_restarts_after(step, own)))
 
     def ask_for_requeue(self, step: int, why: str) -> None:
-        """Leaves the file ``requeue`` in the run's folder, which tells a job script to start the run again."""
+        """Leave the file ``requeue`` in the run's folder, which tells a job script to start the run again."""
         write_text(self._requeue, json.dumps({"step": step, "why": why}) + "\n")
 
     def _of_this_launch(self, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -276,7 +277,7 @@ class RecoveryLog:
         return [line for line in lines if line["launch"] == beginning["launch"]]
 
     def _end_of_last(self, lines: list[dict[str, Any]]) -> tuple[int, str | None]:
-        """(the last step of the attempt before, what ended it where that was a fault)."""
+        """Return (the last step of the attempt before, what ended it where that was a fault)."""
         beginning, since = _last_beginning(lines), since_last_beginning(lines)
         if beginning is None:
             return 0, None
@@ -296,12 +297,12 @@ def _last_beginning(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | N
 
 
 def since_last_beginning(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines that the latest attempt in ``lines`` has written after its first."""
+    """Return the lines that the latest attempt in ``lines`` has written after its first."""
     return list(itertools.takewhile(lambda line: line["what"] not in _BEGINNINGS, reversed(lines)))[::-1]
 
 
 def _restarts_after(step: int, lines: list[dict[str, Any]]) -> int:
-    """Counts the restarts at the end of ``lines`` that followed a fault after the same step, with nothing changed."""
+    """Count the restarts at the end of ``lines`` that followed a fault after the same step, with nothing changed."""
     count = 0
     for line in reversed(lines):
         if line["what"] == "restart" and line["step"] == step and "reduced" not in line:
@@ -312,7 +313,7 @@ def _restarts_after(step: int, lines: list[dict[str, Any]]) -> int:
 
 
 def _checked(text: bytes) -> dict[str, Any] | None:
-    """A line's object, None where it is none or lacks what the next attempt reads of it."""
+    """Return a line's object, None where it is none or lacks what the next attempt reads of it."""
     try:
         value = parse_json(text.decode("utf-8"), "", UserError)
         _LINES[value["what"]].validate_python(value)
@@ -328,7 +329,7 @@ def _size(path: Path) -> int:
 
 
 def _is_cut(path: Path) -> bool:
-    """Returns whether the last line of a file lacks its end."""
+    """Return whether the last line of a file lacks its end."""
     if not _size(path):
         return False
     with opened(path, UserError) as file:
@@ -337,7 +338,7 @@ def _is_cut(path: Path) -> bool:
 
 
 def _last_step(metrics: Path, otherwise: int) -> int:
-    """The step of the last whole line of metrics.jsonl."""
+    """Return the step of the last whole line of metrics.jsonl."""
     if not metrics.exists():
         return otherwise
     with opened(metrics, UserError) as file:

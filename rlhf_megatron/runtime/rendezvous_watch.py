@@ -20,7 +20,7 @@ _GRACE_SECONDS = 10.0  # for ranks, from SIGTERM to SIGKILL
 
 
 def watch_rendezvous(host: str, port: int, lost_seconds: float) -> None:
-    """Ends this process and all that it has started once ``host`` has answered, and then not for ``lost_seconds``.
+    """End this process and all that it has started once ``host`` has answered, and then not for ``lost_seconds``.
 
     Says so in one line on stderr; the exit status is 1. Returns at once: a daemon thread watches.
     """

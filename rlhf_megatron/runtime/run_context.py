@@ -39,7 +39,7 @@ class RunContext(Generic[RecipeT]):
     """
 
     def __init__(self, recipe: RecipeT, learners: Team, generators: Team) -> None:
-        """Starts the clock, at the process's own start. Raises MonitorError where monitor.profile cannot be done."""
+        """Start the clock, at the process's own start. Raises MonitorError where monitor.profile cannot be done."""
         self.recipe = recipe
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ class RunContext(Generic[RecipeT]):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the step as ``time/NAME`` and shows it; times of the same name add up.
+        """Time a part of the step as ``time/NAME`` and show it; times of the same name add up.
 
         What ``after_phase`` was given is done as a phase ends.
         """
@@ -67,31 +67,31 @@ class RunContext(Generic[RecipeT]):
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Marks a part of a phase, for the timeline and the profiler alone."""
+        """Mark a part of a phase, for the timeline and the profiler alone."""
         with self.profiler.span(name), self.phases.span(name):
             yield
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Times the wait for the other team; the phase's name says which of the two has too few GPUs."""
+        """Time the wait for the other team; the phase's name says which of the two has too few GPUs."""
         with self.phase("wait_for_rollout" if self.learners.here else "wait_for_update"):
             yield
 
     def after_phase(self, action: Callable[[], None]) -> None:
-        """Has ``action`` done at the end of every phase from now on."""
+        """Have ``action`` done at the end of every phase from now on."""
         self._after_phase.append(action)
 
     def seconds(self, phase: str) -> float:
-        """Returns how long a phase of this step has taken so far."""
+        """Return how long a phase of this step has taken so far."""
         return self.phases.seconds(phase)
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Tells the watchdog, and shows on the rank that reports, how far a phase has come."""
+        """Tell the watchdog, and show on the rank that reports, how far a phase has come."""
         watchdog.beat(phase)
         if self.console:
             self.console.phase(phase, done, total)
 
     def say(self, text: str) -> None:
-        """Shows one line to the person who watches."""
+        """Show one line to the person who watches."""
         if self.console:
             self.console.message(text)

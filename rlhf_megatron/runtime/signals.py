@@ -29,7 +29,7 @@ REQUEUE_STATUS = 85
 
 
 class StopSignals:
-    """Notes the first SIGTERM or SIGUSR1 of this process; a second one ends it at once, until signals are ignored.
+    """Note of the first SIGTERM or SIGUSR1 of this process; a second one ends it at once, until signals are ignored.
 
     A thread reads the signals, since Python's own handlers wait for the main thread, which may be in a collective that
     never returns.
@@ -45,7 +45,7 @@ class StopSignals:
         return self._noted[0] if self._noted else None
 
     def listen(self) -> None:
-        """From now on signals are noted; call it in the main thread. Child processes keep the signals' usual effect."""
+        """Note signals from now on; call it in the main thread. Child processes keep the signals' usual effect."""
         self._neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # vLLM sets this variable for itself later
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -56,7 +56,7 @@ class StopSignals:
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
 
     def ignore(self) -> None:
-        """From now on the signals have no effect; call it in the main thread when the run has saved and is to end.
+        """Have the signals without effect from now on; call it in the main thread when the run has saved and is to end.
 
         Python gives its handlers up before a process is gone. A rank that died of a second signal then would look like
         a fault, for which torchrun starts all ranks again.
@@ -79,7 +79,7 @@ class StopSignals:
 
 
 def end_with_parent() -> None:
-    """Has the system kill this process when the one that started it ends, however that ends (Linux).
+    """Have the system kill this process when the one that started it ends, however that ends (Linux).
 
     Ranks that outlive a killed torchrun would train on, and write into a run that is started again meanwhile.
     """
@@ -90,7 +90,8 @@ def end_with_parent() -> None:
 
 
 def _hold_signals() -> None:
-    """Until a forked child has its own handlers its signals wait: its parent's would take them for the parent's own."""
+    """Have signals wait until a forked child has its own handlers: its parent's would take them for the parent's
+    own."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
@@ -99,7 +100,8 @@ def _release_signals() -> None:
 
 
 def _unlisten() -> None:
-    """A forked child has the pipe of its parent, which must not take the child's signals for its own."""
+    """Let go of the signals in a forked child, which has the pipe of its parent, which must not take the child's
+    signals for its own."""
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -107,7 +109,7 @@ def _unlisten() -> None:
 
 
 def neighbour_has_ended(ranks: int) -> bool:
-    """Returns whether one of this node's ``ranks`` is gone: torchrun's SIGTERM then means to end, not to save."""
+    """Return whether one of this node's ``ranks`` is gone: torchrun's SIGTERM then means to end, not to save."""
     alive = set()
     for process in psutil.Process(os.getppid()).children():
         try:
@@ -119,7 +121,7 @@ def neighbour_has_ended(ranks: int) -> bool:
 
 
 def job_end(environment: Mapping[str, str]) -> float | None:
-    """The end of the job, in seconds since 1970, or None where nothing says it.
+    """Return the end of the job, in seconds since 1970, or None where nothing says it.
 
     Raises UserError where RLHF_MEGATRON_DEADLINE or SLURM_JOB_END_TIME is no number.
     """
@@ -138,14 +140,15 @@ def job_end(environment: Mapping[str, str]) -> float | None:
 
 
 def wait_unless_stopped(seconds: float) -> None:
-    """Waits so long, or until this process is asked to stop."""
+    """Wait so long, or until this process is asked to stop."""
     end = time.monotonic() + seconds
     while stop_signals.noted is None and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, 0.2))
 
 
 def stop_status(environment: Mapping[str, str]) -> int:
-    """The exit status of a rank that stops to go on later: 85, or 0 where torchrun would start it again for that."""
+    """Return the exit status of a rank that stops to go on later: 85, or 0 where torchrun would start it again for
+    that."""
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     return 0 if int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) < restarts else REQUEUE_STATUS
 

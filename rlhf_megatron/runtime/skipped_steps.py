@@ -22,10 +22,10 @@ class TooManySkippedSteps(UserError):
 
 
 class SkippedSteps:
-    """Counts them; a step counts where the actor or the critic took no optimizer step at all."""
+    """Count of skipped steps; a step counts where the actor or the critic took no optimizer step at all."""
 
     def __init__(self, most: int) -> None:
-        """``most``: retry.max_skipped_steps."""
+        """Set up; ``most``: retry.max_skipped_steps."""
         self._most = most
         self._first: int | None = None
 
@@ -35,7 +35,7 @@ class SkippedSteps:
         return self._first is not None
 
     def after(self, step: int, metrics: Mapping[str, float], position: Callable[[], dict[str, Any]]) -> None:
-        """Counts a step. ``position`` says where the data stand after it; metrics are the same on every rank.
+        """Count a step. ``position`` says where the data stand after it; metrics are the same on every rank.
 
         Raises TooManySkippedSteps, on all ranks.
         """

@@ -34,28 +34,28 @@ _LONGEST_INTERVAL, _SECONDS_TO_WRITE = 10.0, 5.0
 
 
 class Watchdog:
-    """Knows the phase and step that this process is in, and ends the process where they last too long."""
+    """Watch over the phase and step that this process is in, which ends the process where they last too long."""
 
     def __init__(self) -> None:
-        """Nothing is watched before ``watch``."""
+        """Set up; nothing is watched before ``watch``."""
         self.phase, self.step = "start", 0
         self._beaten = time.monotonic()
 
     def beat(self, phase: str | None = None, step: int | None = None) -> None:
-        """There is progress, perhaps in another phase or step."""
+        """Note progress, perhaps in another phase or step."""
         self._beaten = time.monotonic()
         self.phase = phase or self.phase
         self.step = self.step if step is None else step
 
     def watch(self, run: Path, start: int, rank: int, world: int, retry: RetrySection) -> None:
-        """Begins to watch, for ever. ``run`` is the run's folder; ``start`` counts its starts and differs in each."""
+        """Begin to watch, for ever. ``run`` is the run's folder; ``start`` counts its starts and differs in each."""
         self.beat()
         if retry.hang_seconds:
             watch = _Watch(self, run, start, rank, world, retry)
             threading.Thread(target=watch.go_on, name="watchdog", daemon=True).start()
 
     def seconds_without_progress(self) -> float:
-        """Since the last ``beat``."""
+        """Return the seconds since the last ``beat``."""
         return time.monotonic() - self._beaten
 
 
@@ -70,7 +70,7 @@ class _Watch:
         self._patience = 2 * self._interval + _SECONDS_TO_WRITE
 
     def go_on(self) -> None:
-        """Watches until there is a hang, and ends the process then."""
+        """Watch until there is a hang, and end the process then."""
         give_signs_of_life(self._interval)
         while not self._link.is_symlink() and self._dog.seconds_without_progress() <= self._limit():
             # Where a call keeps Python's lock this thread stands still too; then faulthandler's own thread ends the
@@ -88,7 +88,7 @@ class _Watch:
         return retry.hang_seconds if self._dog.step else max(retry.hang_seconds, retry.hang_seconds_at_start)
 
     def _report(self) -> None:
-        """Writes what this rank was doing; the first rank of all waits for the others' words and notes the decision."""
+        """Write what this rank was doing; the first rank of all waits for the others' words and notes the decision."""
         is_first, phase = self._announce(), f"{self._dog.phase} of step {self._dog.step}"
         unfinished, finished = (self._link / f"{prefix}rank-{self._rank}.txt" for prefix in (".", ""))
         with unfinished.open("w", encoding="utf-8") as file:
@@ -106,7 +106,7 @@ class _Watch:
         kill_stopped_neighbours()
 
     def _announce(self) -> bool:
-        """Has all ranks report; whether this one is the first to say so."""
+        """Have all ranks report; return whether this one is the first to say so."""
         for number in itertools.count(1):
             folder = self._logs / (f"hang-{self._dog.step}" + (f"-{number}" if number > 1 else ""))
             with contextlib.suppress(FileExistsError):
@@ -120,13 +120,13 @@ class _Watch:
         return True
 
     def _wait_for_others(self, seconds: float) -> None:
-        """Until all have reported, or ``seconds`` have passed: torchrun ends the others as soon as one ends."""
+        """Wait until all have reported, or ``seconds`` have passed: torchrun ends the others as soon as one ends."""
         deadline = time.monotonic() + seconds
         while len(list(self._link.glob("rank-*.txt"))) < self._world and time.monotonic() < deadline:
             time.sleep(self._interval / 5)
 
     def _note(self) -> None:
-        """One line in recovery.jsonl and one on stderr: which ranks were where."""
+        """Write one line in recovery.jsonl and one on stderr: which ranks were where."""
         by_stage: dict[str, list[int]] = defaultdict(list)
         for rank in range(self._world):
             path = self._link / f"rank-{rank}.txt"
@@ -149,7 +149,7 @@ class _Watch:
 
 
 def forget_hang(run: Path, start: int) -> None:
-    """Takes back the signal of another start that had the same number, as after recovery.jsonl was deleted."""
+    """Take back the signal of another start that had the same number, as after recovery.jsonl was deleted."""
     remove(_link(run, start))
 
 
@@ -158,7 +158,7 @@ def _link(run: Path, start: int) -> Path:
 
 
 def kill_stopped_neighbours() -> None:
-    """Kills what torchrun has started on this node and somebody has stopped (SIGSTOP).
+    """Kill what torchrun has started on this node and somebody has stopped (SIGSTOP).
 
     It cannot follow torchrun's SIGTERM, for which torchrun would wait half a minute.
     """

@@ -30,24 +30,25 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup
 
 
 def made_groups() -> dict[_Key, dist.ProcessGroup]:
-    """The groups that this process has made here in the world that it is in, by ranks and purpose."""
+    """Return the groups that this process has made here in the world that it is in, by ranks and purpose."""
     world = dist.group.WORLD
     assert world is not None, "the world is joined first"
     return _made.setdefault(world, {})
 
 
 def splits() -> bool:
-    """Returns whether communicators are split off the role's; without NCCL there is nothing to split."""
+    """Return whether communicators are split off the role's; without NCCL there is nothing to split."""
     return MAKING == "split" and _has_nccl()
 
 
 def alone() -> dist.ProcessGroup:
-    """The group of this rank alone, for those that ask a group for its size or exchange with nobody."""
+    """Return the group of this rank alone, for those that ask a group for its size or exchange with nobody."""
     return _make((dist.get_rank(),), "", for_host=True)
 
 
 def whole_role(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The group of all of a role's ranks, for tensors of device and host; the world's own where these are all."""
+    """Return the group of all of a role's ranks, for tensors of device and host; the world's own where these are
+    all."""
     members = tuple(sorted(ranks))
     if len(members) == 1:
         return alone()
@@ -58,20 +59,22 @@ def whole_role(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def own_node() -> dist.ProcessGroup:
-    """The group of the ranks that torchrun has started on this node, for tensors of the host; its members call it."""
+    """Return the group of the ranks that torchrun has started on this node, for tensors of the host; its members call
+    it."""
     first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
     return whole_role(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
 def communicator(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-    """The group of ``ranks`` for tensors of the device; its members call it, in the same order as for other groups."""
+    """Return the group of ``ranks`` for tensors of the device; its members call it, in the same order as for other
+    groups."""
     return _make(tuple(sorted(ranks)), purpose, for_host=False)
 
 
 def split_communicator(
     role: dist.ProcessGroup, ranks: Sequence[int], own: Sequence[int], parts: Sequence[Sequence[int]], purpose: str
 ) -> dist.ProcessGroup:
-    """As ``communicator``, of the positions ``own`` among ``ranks``, at once; ``parts`` are those of all ranks.
+    """Do as ``communicator`` does, of the positions ``own`` among ``ranks``, at once; ``parts`` are those of all ranks.
 
     Collective over the ``role``. Roles of the same ranks share them.
     """

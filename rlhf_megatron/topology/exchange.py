@@ -19,12 +19,12 @@ _Group = dist.ProcessGroup | None
 
 
 def sum_over_ranks(values: Sequence[float], group: _Group = None) -> list[float]:
-    """Element-wise sum of every rank's values, equal on every rank."""
+    """Return the element-wise sum of every rank's values, equal on every rank."""
     return _over_ranks(values, dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(values: Sequence[float]) -> list[float]:
-    """Element-wise largest of every rank's values, equal on every rank."""
+    """Return the element-wise largest of every rank's values, equal on every rank."""
     return _over_ranks(values, dist.ReduceOp.MAX, None)
 
 
@@ -36,7 +36,7 @@ def _over_ranks(values: Sequence[float], operation: Any, group: _Group) -> list[
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's bytes in rank order on rank 0, an empty list elsewhere; over the world."""
+    """Return every rank's bytes in rank order on rank 0, an empty list elsewhere; over the world."""
     rank, world = dist.get_rank(), dist.get_world_size()
     lengths = torch.zeros(world, dtype=torch.int64)
     lengths[rank] = len(data)
@@ -62,7 +62,7 @@ def from_rank(value: _T, rank: int = 0, group: _Group = None) -> _T:
 
 
 def by_rank(rank: int, action: Callable[[], _T]) -> _T:
-    """Has one rank act while the others wait; returns to all what it returns.
+    """Have one rank act while the others wait; return to all what it returns.
 
     Raises on all ranks the OSError that it has, with its number.
     """
@@ -79,7 +79,7 @@ def by_rank(rank: int, action: Callable[[], _T]) -> _T:
 
 
 def gather_objects(value: Any, group: _Group = None) -> list[Any]:
-    """Every rank's value in rank order on every rank."""
+    """Return every rank's value in rank order on every rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -87,7 +87,7 @@ def gather_objects(value: Any, group: _Group = None) -> list[Any]:
 
 @contextlib.contextmanager
 def refused_by_all(group: _Group = None) -> Iterator[None]:
-    """Has every rank raise the UserError that the first of them raises inside; collective as it ends.
+    """Have every rank raise the UserError that the first of them raises inside; collective as it ends.
 
     Nothing is to be exchanged inside after an error may have come: others would wait for the rank that it came on.
     """

@@ -37,8 +37,8 @@ AXES = ("tensor", "context", "data", "pipeline")
 
 
 def _group_of(position: int, degrees: Mapping[str, int], axes: Collection[str]) -> list[int]:
-    """The positions that differ from ``position`` only along ``axes``, in rising order; the first of ``degrees`` is
-    counted first."""
+    """Return the positions that differ from ``position`` only along ``axes``, in rising order; the first of ``degrees``
+    is counted first."""
     members, stride = [position], 1
     for axis, degree in degrees.items():
         if axis in axes:
@@ -49,7 +49,7 @@ def _group_of(position: int, degrees: Mapping[str, int], axes: Collection[str]) 
 
 
 def _groups_along(degrees: Mapping[str, int], axes: Collection[str]) -> Iterator[list[int]]:
-    """All groups of ``_group_of``, in the order of their first positions."""
+    """Yield all groups of ``_group_of``, in the order of their first positions."""
     across = {axis: degree for axis, degree in degrees.items() if axis not in axes}
     firsts, stride = [0], 1
     for axis, degree in degrees.items():
@@ -95,7 +95,8 @@ class Layout:
         return self.expert_tensor or self.tensor
 
     def expert_coordinates(self, position: int) -> ExpertCoordinates:
-        """The place of the rank at ``position`` for experts, which count tensor first, then expert, data, pipeline.
+        """Return the place of the rank at ``position`` for experts, which count tensor first, then expert, data,
+        pipeline.
 
         So the ranks that share the experts are neighbours, whatever they are to the rest of the layer.
         """
@@ -105,15 +106,15 @@ class Layout:
         return ExpertCoordinates(tensor, expert, data, pipeline)
 
     def expert_groups_along(self, *axes: str) -> Iterator[list[int]]:
-        """As ``groups_along``, in the experts' coordinates."""
+        """Do as ``groups_along`` does, in the experts' coordinates."""
         yield from _groups_along(self._expert_degrees, axes)
 
     def expert_group_of(self, position: int, *axes: str) -> list[int]:
-        """As ``group_of``, in the experts' coordinates."""
+        """Do as ``group_of`` does, in the experts' coordinates."""
         return _group_of(position, self._expert_degrees, axes)
 
     def coordinates(self, position: int) -> Coordinates:
-        """The coordinates of the rank at ``position`` (0 <= position < size) among the role's ranks."""
+        """Return the coordinates of the rank at ``position`` (0 <= position < size) among the role's ranks."""
         return Coordinates(
             tensor=position % self.tensor,
             context=position // self.tensor % self.context,
@@ -122,15 +123,15 @@ class Layout:
         )
 
     def position(self, tensor: int, data: int, pipeline: int, context: int = 0) -> int:
-        """The inverse of ``coordinates``."""
+        """Return the inverse of ``coordinates``."""
         return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def groups_along(self, *axes: str) -> Iterator[list[int]]:
-        """The groups of positions that differ only in the coordinates named by ``axes``, each in rising order."""
+        """Yield the groups of positions that differ only in the coordinates named by ``axes``, each in rising order."""
         yield from _groups_along(self._degrees, axes)
 
     def group_of(self, position: int, *axes: str) -> list[int]:
-        """The one of ``groups_along`` that ``position`` is in."""
+        """Return the one of ``groups_along`` that ``position`` is in."""
         return _group_of(position, self._degrees, axes)
 
     @property
@@ -169,7 +170,7 @@ class Layout:
         return counts
 
     def stage_chunks(self, layers: int) -> list[list[range]]:
-        """The decoder layers of each pipeline stage; the first and last stage may hold a number of their own.
+        """Return the decoder layers of each pipeline stage; the first and last stage may hold a number of their own.
 
         Each stage has ``virtual_pipeline`` chunks, which the stages take in turns: the first chunks of all stages hold
         the front of the model. Raises RecipeError as ``stage_layers``.

@@ -18,12 +18,12 @@ HOW_TO_RAISE = "raise the hard limit: ulimit -Hn, LimitNOFILE= of the service, o
 
 
 def files_needed(ranks: int) -> int:
-    """Returns how many files and sockets a process of a world of ``ranks`` may come to have open."""
+    """Return how many files and sockets a process of a world of ``ranks`` may come to have open."""
     return _BESIDES_CONNECTIONS + _CONNECTIONS_TO_A_RANK * (ranks - 1)
 
 
 def raise_file_limit() -> int:
-    """Raises this process's limit as far as it may, and the processes' that it starts; returns what it is then."""
+    """Raise this process's limit as far as it may, and the processes' that it starts; return what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -33,7 +33,7 @@ def raise_file_limit() -> int:
 
 
 def check_file_limit(ranks: int) -> None:
-    """Raises the limit, and UserError where that is not enough for a world of ``ranks``."""
+    """Raise the limit, and UserError where that is not enough for a world of ``ranks``."""
     limit, needed = raise_file_limit(), files_needed(ranks)
     if limit < needed:
         raise UserError(

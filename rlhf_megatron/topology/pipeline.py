@@ -20,7 +20,7 @@ class PipelineLinks(P2PCommunicator):
     """
 
     def __init__(self, groups: Any, config: ModelParallelConfig) -> None:
-        """``groups`` are those of ``make_groups``."""
+        """Set up; ``groups`` are those of ``make_groups``."""
         super().__init__(groups.pp, config)
         self._gradient_group: dist.ProcessGroup = groups.pp_gradients
 
@@ -34,7 +34,8 @@ class PipelineLinks(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Any:
-        """(from the stage before, from the stage after, requests to wait for); everything has ``tensor_shape``."""
+        """Return (from the stage before, from the stage after, requests to wait for); everything has
+        ``tensor_shape``."""
         if self._gradient_group is self.pp_group:
             return super()._communicate(
                 tensor_send_next=tensor_send_next,
@@ -60,7 +61,7 @@ class PipelineLinks(P2PCommunicator):
         return activations, gradients, None
 
     def _post(self, sent: Tensor | None, received: Tensor | None, group: dist.ProcessGroup) -> list[Any]:
-        """Starts to send to the only neighbour and to receive from it; returns the requests."""
+        """Start to send to the only neighbour and to receive from it; return the requests."""
         moves = [(move, tensor) for move, tensor in ((dist.isend, sent), (dist.irecv, received)) if tensor is not None]
         operations = [dist.P2POp(move, tensor, self.next_rank, group) for move, tensor in moves]
         return list(dist.batch_isend_irecv(operations)) if operations else []

@@ -26,7 +26,7 @@ _UNUSED = (
 def make_groups(
     layout: Layout, ranks: Sequence[int], *, tied_embeddings: bool = False, overlapped: bool = False
 ) -> ProcessGroupCollection:
-    """Makes this rank's process groups of a role whose positions are the global ``ranks``, in that order.
+    """Make this rank's process groups of a role whose positions are the global ``ranks``, in that order.
 
     Each of ``ranks`` calls it, for its roles in the same order; others need not. Groups that are there already, of this
     role or another one, are taken again. ``tied_embeddings``: the first and the last pipeline stage have the same ones.
@@ -55,7 +55,8 @@ class _GroupsOfRank:
         self._role = whole_role(ranks)
 
     def along(self, *axes: str, of_experts: bool = False, purpose: str = "") -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one only in ``axes``, of the experts' coordinates if so said."""
+        """Return the group of the ranks that differ from this one only in ``axes``, of the experts' coordinates if so
+        said."""
         layout = self._layout
         own = (layout.expert_group_of if of_experts else layout.group_of)(self._position, *axes)
         if len(own) == 1:
@@ -68,7 +69,7 @@ class _GroupsOfRank:
         return communicator(self._of(own), purpose)
 
     def ends_of_pipeline(self) -> dist.ProcessGroup | None:
-        """The group of the first and last stage; None on those between."""
+        """Return the group of the first and last stage; None on those between."""
         stages = self._layout.group_of(self._position, "pipeline")
         ends = sorted({stages[0], stages[-1]})
         if len(stages) < 3:
@@ -80,8 +81,8 @@ class _GroupsOfRank:
 
 
 def _optimizer_groups(groups: _GroupsOfRank, purpose: str) -> dict[str, Any]:
-    """The groups over which gradients are summed, which ``purpose`` is of, their norm is taken and the optimizer's
-    state is sharded."""
+    """Return the groups over which gradients are summed, which ``purpose`` is of, their norm is taken and the
+    optimizer's state is sharded."""
     return {
         "tp": groups.along("tensor"),
         "dp_cp": groups.along("context", "data", purpose=purpose),
@@ -93,7 +94,7 @@ def _optimizer_groups(groups: _GroupsOfRank, purpose: str) -> dict[str, Any]:
 
 
 def _layer_groups(groups: _GroupsOfRank) -> dict[str, Any]:
-    """The groups over which layers, experts and pipeline stages exchange activations."""
+    """Return the groups over which layers, experts and pipeline stages exchange activations."""
     return {
         "pp": groups.along("pipeline"),
         "cp": groups.along("context"),
@@ -105,7 +106,7 @@ def _layer_groups(groups: _GroupsOfRank) -> dict[str, Any]:
 
 
 def _same_groups(fields: dict[str, Any]) -> dict[str, Any]:
-    """Further names that megatron-core has for groups in ``fields``."""
+    """Return further names that megatron-core has for groups in ``fields``."""
     return {
         "intra_dp_cp": fields["dp_cp"],
         "dp_cp_gtp_remat": fields["dp_cp"],

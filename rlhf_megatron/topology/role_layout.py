@@ -7,7 +7,7 @@ from rlhf_megatron.topology.layout import Layout
 
 
 def make_layout(section: LayoutSection, ranks: int) -> Layout:
-    """The layout of a role on ``ranks`` ranks; data parallelism fills what the other degrees leave."""
+    """Return the layout of a role on ``ranks`` ranks; data parallelism fills what the other degrees leave."""
     return Layout(
         tensor=section.tensor,
         pipeline=section.pipeline,

@@ -36,7 +36,8 @@ class Moves:
 
 
 def gather_rows(batch: RolloutBatch, group: _Group = None) -> SpreadRows:
-    """All ranks' rows in the order of ``row_id``, of which each keeps the tokens of its own; collective over ``group``.
+    """Return all ranks' rows in the order of ``row_id``, of which each keeps the tokens of its own; collective over
+    ``group``.
 
     A rank that has nothing to add (it repeats a row owner's work) passes a batch without rows.
     """
@@ -58,7 +59,7 @@ def gather_rows(batch: RolloutBatch, group: _Group = None) -> SpreadRows:
 def exchange(
     fields: Mapping[str, Tensor], have: Tensor, moves: Moves, numbers: RowNumbers, rank: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sends rows of this ``rank`` and receives those that come to it; returns (which came, their fields).
+    """Send rows of this ``rank`` and receive those that come to it; return (which came, their fields).
 
     ``fields`` are [T, ...] of the rows ``have``, rising places in the numbers; on a rank that has none their types
     and shapes still tell what comes. What comes is in the order of the numbers. Called by every rank that sends or
@@ -104,7 +105,7 @@ def exchange(
 
 
 def broadcast_fields(fields: Mapping[str, Tensor], tokens: int, leader: int, group: _Group) -> dict[str, Tensor]:
-    """The ``leader``'s fields of ``tokens`` tokens on every rank of ``group``; collective over it.
+    """Return the ``leader``'s fields of ``tokens`` tokens on every rank of ``group``; collective over it.
 
     What others pass tells types and shapes.
     """
@@ -124,7 +125,7 @@ def broadcast_fields(fields: Mapping[str, Tensor], tokens: int, leader: int, gro
 
 
 def _transfer(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-    """Sends and receives one message for each peer, by rank; between CPU tensors."""
+    """Send and receive one message for each peer, by rank; between CPU tensors."""
     device = _device()
     arriving = {peer: message.to(device) for peer, message in received.items()}
     operations = [dist.P2POp(dist.isend, message.to(device), peer) for peer, message in sent.items()]
@@ -142,7 +143,7 @@ def _transfer(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Non
 def _unpacked(
     message: Tensor, rows: Sequence[int], numbers: RowNumbers, like: Mapping[str, Tensor], peer: int
 ) -> dict[str, Tensor]:
-    """The fields of ``rows`` in a message of ``peer``; raises RowExchangeError where it is of others."""
+    """Return the fields of ``rows`` in a message of ``peer``; raises RowExchangeError where it is of others."""
     label = message[: 16 * len(rows)].view(torch.int64).view(-1, 2)
     wanted = torch.stack([numbers.row_id[rows], numbers.lengths[rows]], dim=1)
     for found, row in zip(label.tolist(), wanted.tolist(), strict=True):
@@ -159,7 +160,7 @@ def _unpacked(
 
 
 def _by_rank(rows: Tensor, ranks: Tensor, chosen: Tensor) -> dict[int, list[int]]:
-    """The chosen rows of each rank, both rising."""
+    """Return the chosen rows of each rank, both rising."""
     of_rank: dict[int, list[int]] = {}
     for row, rank in sorted(zip(rows[chosen].tolist(), ranks[chosen].tolist(), strict=True)):
         of_rank.setdefault(rank, []).append(row)
@@ -175,7 +176,7 @@ def _bytes_per_token(values: Tensor) -> int:
 
 
 def _as(part: Tensor, like: Tensor, tokens: int) -> Tensor:
-    """The bytes of ``part`` as values like those."""
+    """Return the bytes of ``part`` as values like those."""
     return part.view(like.dtype).view(tokens, *like.shape[1:])
 
 

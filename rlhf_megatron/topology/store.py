@@ -12,7 +12,8 @@ from rlhf_megatron.untrusted import reason_of, shown
 
 
 def serve_store(host: str, port: int, nodes: int) -> TCPStore | None:
-    """A store that listens on the address of ``host``; port 0: a free one. Keep it as long as it is to be shared.
+    """Return a store that listens on the address of ``host``; port 0: a free one. Keep it as long as it is to be
+    shared.
 
     What torch asks for in this process at the same port (``multi_tenant``) uses it. None where that is left to torch:
     the address is not this machine's, the port is taken, or ``host`` is a loopback name that other nodes cannot reach,

@@ -33,19 +33,20 @@ class Team:
 
 
 def whole_world() -> Team:
-    """The team of all ranks."""
+    """Return the team of all ranks."""
     return Team(tuple(range(dist.get_world_size())))
 
 
 def make_team(ranks: Sequence[int], timeout_minutes: float) -> Team:
-    """A team that waits so long at most; every rank of the world makes the same ones in the same order."""
+    """Return a team that waits so long at most; every rank of the world makes the same ones in the same order."""
     group = dist.new_group(list(ranks), timeout=datetime.timedelta(minutes=timeout_minutes), backend="gloo")
     return Team(tuple(ranks), group)
 
 
 @contextlib.contextmanager
 def world_of_their_own(ranks: Sequence[int]) -> Iterator[None]:
-    """Inside, ``ranks``, to which this one belongs, are the whole world to torch.distributed, and to torchrun's RANK.
+    """Have ``ranks``, to which this one belongs, be inside the whole world to torch.distributed, and to torchrun's
+    RANK.
 
     For libraries that take all processes for theirs, as vLLM does when it makes its groups. Collective over the world
     as it ends; a rank without ``ranks`` has nothing to do inside.

@@ -22,12 +22,12 @@ _REFUSAL = "refusal"
 
 
 def waiting_minutes(hang_seconds: float) -> float:
-    """The minutes that a rank may wait for others. Where a hang is noticed, that comes first: it tells more."""
+    """Return the minutes that a rank may wait for others. Where a hang is noticed, that comes first: it tells more."""
     return max(30.0, hang_seconds / 60 + 5)
 
 
 def join_world(timeout_minutes: float = 30.0) -> None:
-    """Initialises torch.distributed from torchrun's environment: NCCL for GPU tensors, gloo for CPU tensors.
+    """Initialise torch.distributed from torchrun's environment: NCCL for GPU tensors, gloo for CPU tensors.
 
     Raises UserError if the process was not started by torchrun, has no GPU of its own where others have, or may not
     have enough files and sockets open.
@@ -51,7 +51,7 @@ def join_world(timeout_minutes: float = 30.0) -> None:
 
 
 def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
-    """The rendezvous of this attempt's ranks, as arguments of init_process_group; empty: torch's own choice.
+    """Return the rendezvous of this attempt's ranks, as arguments of init_process_group; empty: torch's own choice.
 
     Ranks that torchrun has started again need another part of its store, which still has the addresses of the dead. On
     several nodes the agents do not agree on the number of the attempt (github.com/pytorch/pytorch/issues/135712);
@@ -73,7 +73,7 @@ def _store_of_this_attempt(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def hosts_of_ranks() -> list[int]:
-    """The number of each rank's host, which is that of its torchrun; collective over the world."""
+    """Return the number of each rank's host, which is that of its torchrun; collective over the world."""
     hosts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     hosts[dist.get_rank()] = int(os.environ.get("GROUP_RANK", "0"))
     dist.all_reduce(hosts)
@@ -82,12 +82,13 @@ def hosts_of_ranks() -> list[int]:
 
 
 def agents_keep_a_store() -> bool:
-    """Returns whether torchrun's agents serve a store beside their ranks, which outlives an attempt."""
+    """Return whether torchrun's agents serve a store beside their ranks, which outlives an attempt."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_of_ranks(timeout: datetime.timedelta) -> dist.Store:
-    """The store that rank 0 of an attempt serves where the agents keep none; asked for again, it is the same one."""
+    """Return the store that rank 0 of an attempt serves where the agents keep none; asked for again, it is the same
+    one."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -97,7 +98,7 @@ def store_of_ranks(timeout: datetime.timedelta) -> dist.Store:
 
 
 def first_to_say(text: str) -> bool:
-    """Returns whether no other process of the run has asked this about ``text``: one speaks where all ranks fail alike.
+    """Return whether no other process of the run has asked this about ``text``: one speaks where all ranks fail alike.
 
     It asks the store that torchrun keeps beside its ranks, so no rank waits for another and the world need not be
     joined. Where there is no such store, every process is taken for the first.
@@ -111,13 +112,13 @@ def first_to_say(text: str) -> bool:
 
 
 def note_refusal(line: str) -> None:
-    """Leaves word in torchrun's store that its input is not right, which no other attempt would change."""
+    """Leave word in torchrun's store that its input is not right, which no other attempt would change."""
     with contextlib.suppress(*_NO_STORE):
         _store_of_torchrun().set(_REFUSAL, line)
 
 
 def refusal_before() -> str | None:
-    """The line with which an attempt of the same torchrun has refused its input, if one has."""
+    """Return the line with which an attempt of the same torchrun has refused its input, if one has."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     try:
@@ -141,6 +142,6 @@ def _store_of_torchrun() -> dist.Store:
 
 
 def leave_world() -> None:
-    """Ends torch.distributed for this process, unless that has been done; call it when every rank is done."""
+    """End torch.distributed for this process, unless that has been done; call it when every rank is done."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """An agent whose trajectories smolagents and verifiers play, unmodified, in an environment of their own.
 
-`run` is rollout.agent.function; it starts this file again with the Python that AGENT_FRAMEWORKS_PYTHON names.
+``run`` is rollout.agent.function; it starts this file again with the Python that AGENT_FRAMEWORKS_PYTHON names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Game", "Loop"]  # by which verifiers finds what its ids name
 
 
 def run(base_url: str, api_key: str, row: dict[str, Any]) -> float:
-    """Have a framework play a row, by its number; returns what it says."""
+    """Have a framework play a row, by its number; return what it says."""
     framework = "smolagents" if len(row["ground_truth"]) % 2 else "verifiers"
     environment = os.environ | {"AGENT_KEY": api_key, "AGENT_URL": base_url, "PYTHONPATH": os.path.dirname(__file__)}
     command = [os.environ["AGENT_FRAMEWORKS_PYTHON"], __file__, framework]
@@ -31,7 +31,7 @@ def run(base_url: str, api_key: str, row: dict[str, Any]) -> float:
 
 
 def smolagents() -> dict[str, Any]:
-    """A code agent of two steps; what a model without training writes is no code, which it is told."""
+    """Return a code agent of two steps; what a model without training writes is no code, which it is told."""
     from smolagents import CodeAgent, OpenAIServerModel
     from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
@@ -47,7 +47,7 @@ def smolagents() -> dict[str, Any]:
 
 
 def play_verifiers() -> dict[str, Any]:
-    """A game of three turns of a verifiers task set, with its own loop as the program."""
+    """Return a game of three turns of a verifiers task set, with its own loop as the program."""
     import verifiers.v1 as vf
 
     at = {"base_url": os.environ["AGENT_URL"], "api_key_var": "AGENT_KEY"}

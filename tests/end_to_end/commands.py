@@ -4,7 +4,7 @@
         finished = run.finish()
     assert finished.status == 0
 
-Import it as `from end_to_end.commands import ...`. No test lives here.
+Import it as ``from end_to_end.commands import ...``. No test lives here.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class Finished:
     ended: float
 
     def check(self) -> Finished:
-        """Itself; raises AssertionError with what stands on stderr where the command failed."""
+        """Return itself; raises AssertionError with what stands on stderr where the command failed."""
         assert self.status == 0, self.err
         return self
 
     def error_lines(self) -> list[str]:
-        """The one-line errors on stderr."""
+        """Return the one-line errors on stderr."""
         return ERROR_LINE.findall(self.err)
 
     def only_error(self) -> str:
-        """The single error line, after checks that the command failed and that no traceback of this project's shows."""
+        """Return the single error line, after checks that the command failed and that no traceback of this project's
+        shows."""
         assert self.status != 0, self.err
         assert len(self.error_lines()) == 1, self.err
         assert not OWN_FRAME.search(self.err), self.err
@@ -59,7 +60,7 @@ class Command:
     """A running command; a context manager that kills what is left of it and of all that it started."""
 
     def __init__(self, arguments: list[str], folder: Path, warm: bool = True) -> None:
-        """Starts ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command.
+        """Start ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command.
 
         A ``warm`` one is forked from a process with the imports done, see nursery; others take ten seconds longer, and
         show the warnings that a person would see.
@@ -78,7 +79,7 @@ class Command:
         self.pid = self._process.pid
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a rank; raises LookupError where torchrun has none of that number."""
+        """Return the process of a rank; raises LookupError where torchrun has none of that number."""
         children = psutil.Process(self.pid).children()
         if len(children) == 1:  # torchrun's own starter of ranks, see nursery
             children += children[0].children()
@@ -89,16 +90,16 @@ class Command:
         raise LookupError(f"no rank {number} is running")
 
     def family(self) -> list[psutil.Process]:
-        """All processes that the command has started, and itself."""
+        """Return all processes that the command has started, and itself."""
         process = psutil.Process(self.pid)
         return [*process.children(recursive=True), process]
 
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it has not ended."""
         return bool(self._process.poll() is None)
 
     def finish(self, timeout: float = 300.0) -> Finished:
-        """Waits for the end; raises AssertionError with the outputs after ``timeout`` seconds."""
+        """Wait for the end; raises AssertionError with the outputs after ``timeout`` seconds."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -107,7 +108,7 @@ class Command:
         return Finished(status, *self._read(), ended)
 
     def so_far(self) -> Finished:
-        """What it has written up to now; the status is -1."""
+        """Return what it has written up to now; the status is -1."""
         return Finished(-1, *self._read(), time.time())
 
     def _read(self) -> tuple[str, str]:
@@ -125,13 +126,13 @@ class Command:
 
 
 def python(script: str, *arguments: str, folder: Path) -> Finished:
-    """Runs a script of the repository with plain python in ``folder``, to its end."""
+    """Run a script of the repository with plain python in ``folder``, to its end."""
     with Command([sys.executable, "-P", str(ROOT / script), *arguments], folder) as command:
         return command.finish()
 
 
 def torchrun(ranks: int, script: str, *arguments: str, folder: Path, restarts: int = 0, warm: bool = True) -> Command:
-    """Starts a script of the repository on ``ranks`` ranks in ``folder``, and again up to ``restarts`` times."""
+    """Start a script of the repository on ``ranks`` ranks in ``folder``, and again up to ``restarts`` times."""
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     return Command([*launcher, str(ROOT / script), *arguments], folder, warm)

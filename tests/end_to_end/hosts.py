@@ -28,7 +28,7 @@ CABLE = "link0"  # what each host calls its end
 
 
 def run(tool: str, *arguments: str) -> str:
-    """The output of a tool of iproute2."""
+    """Return the output of a tool of iproute2."""
     return subprocess.run([tool, *arguments], check=True, capture_output=True, text=True).stdout
 
 
@@ -41,11 +41,11 @@ class Hosts:
     addresses: tuple[str, ...]
 
     def plug(self, host: int, state: str) -> None:
-        """Sets a host's end of its cable up or down."""
+        """Set a host's end of its cable up or down."""
         run("ip", "-n", self.names[host], "link", "set", CABLE, state)
 
     def shape(self, mbit: float | None, delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        """Limits every cable both ways; None: no longer. Delay and loss (of packets) need netem, else it skips."""
+        """Limit every cable both ways; None: no longer. Delay and loss (of packets) need netem, else it skips."""
         ends = [(name, CABLE) for name in self.names] + [
             (self.switch, f"port{host}") for host in range(len(self.names))
         ]
@@ -66,7 +66,7 @@ class Hosts:
                 pytest.skip(f"links cannot be shaped by {kind[0]} here: {reason}")
 
     def vanish(self, host: int, command: Command) -> float:
-        """Pulls a host's cable and kills all that runs on it; returns the time."""
+        """Pull a host's cable and kill all that runs on it; return the time."""
         self.plug(host, "down")
         at = time.time()
         for process in command.family():
@@ -75,12 +75,13 @@ class Hosts:
         return at
 
     def sent(self) -> list[int]:
-        """Bytes that each host has sent, with all headers."""
+        """Return bytes that each host has sent, with all headers."""
         answers = (json.loads(run("ip", "-j", "-s", "-n", name, "link", "show", CABLE)) for name in self.names)
         return [answer[0]["stats64"]["tx"]["bytes"] for answer in answers]
 
     def sent_without_headers(self) -> int:
-        """Bytes that all hosts have sent, less 66 of each packet: headers of Ethernet, IPv4, and TCP with timestamps.
+        """Return bytes that all hosts have sent, less 66 of each packet: headers of Ethernet, IPv4, and TCP with
+        timestamps.
 
         A packet that the kernel has not cut for the cable counts once, with one header.
         """
@@ -91,7 +92,7 @@ class Hosts:
     def start(
         self, host: int, folder: Path, ranks: int, script: str, *arguments: str, restarts: int = 0, ours: str = ""
     ) -> Command:
-        """torchrun with so many ranks on a host, as docs/recovery.md shows it; the first host has the
+        """Start torchrun with so many ranks on a host, as docs/recovery.md shows it; the first host has the
         rendezvous. ``ours``: launch/torchrun.py, with more of --rdzv-conf."""
         launcher = [str(ROOT / "launch" / "torchrun.py")] if ours else ["-m", "torch.distributed.run"]
         launcher += [f"--nnodes={len(self.names)}", f"--nproc-per-node={ranks}"]
@@ -105,7 +106,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts_of(count: int) -> Iterator[Hosts]:
-    """So many hosts; skips where namespaces cannot be made."""
+    """Make so many hosts; skips where namespaces cannot be made."""
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and ip (package iproute2)")
     switch, *names = [f"{name}-{os.getpid()}" for name in ("switch", *(f"node{host}" for host in range(count)))]

@@ -1,6 +1,6 @@
 """Runs a Python command in a network namespace, for tests: python on_node.py NAMESPACE -m torch.distributed.run ...
 
-Not `ip netns exec`, since that would leave the process that has done the imports (see nursery). No test lives here.
+Not ``ip netns exec``, since that would leave the process that has done the imports (see nursery). No test lives here.
 """
 
 from __future__ import annotations

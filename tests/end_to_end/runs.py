@@ -1,6 +1,6 @@
 """Small runs for tests of whole commands: their model and data, a recipe, and what a run leaves behind.
 
-Import it as `from end_to_end.runs import ...`. No test lives here.
+Import it as ``from end_to_end.runs import ...``. No test lives here.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def make_model(folder: Path, layers: int, *options: str, name: str = "model") -> None:
-    """Writes a model with random weights, of two heads that split over two tensor-parallel ranks."""
+    """Write a model with random weights, of two heads that split over two tensor-parallel ranks."""
     sizes = (f"--layers={layers}", "--hidden-size=64", "--intermediate-size=64", "--heads=2", "--kv-heads=2")
     python("tools/make_tiny_model.py", f"--output={name}", *sizes, *options, folder=folder).check()
 
 
 def make_sums(folder: Path, size: int, *options: str, name: str = "train") -> None:
-    """Writes ``size`` prompts that ask for the sum of two digits to NAME.parquet."""
+    """Write ``size`` prompts that ask for the sum of two digits to NAME.parquet."""
     task = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
     arguments = (*task, f"--size={size}", f"--output={name}.parquet", *options)
     python("tools/prepare_data.py", *arguments, folder=folder).check()
 
 
 def write_digits(folder: Path, questions: Iterable[str]) -> None:
-    """Writes train.parquet with these questions, none of which has a right answer."""
+    """Write train.parquet with these questions, none of which has a right answer."""
     rows = [
         {
             "data_source": "digits",
@@ -65,7 +65,7 @@ def write_digits(folder: Path, questions: Iterable[str]) -> None:
 
 
 def on_two_ranks(folder: Path, recipe: str) -> Callable[..., Finished]:
-    """A function that trains by a recipe of ``folder`` on two ranks, with further keys, until that ends."""
+    """Return a function that trains by a recipe of ``folder`` on two ranks, with further keys, until that ends."""
 
     def train(*keys: str) -> Finished:
         with torchrun(2, TRAIN, recipe, *keys, folder=folder) as command:
@@ -75,34 +75,34 @@ def on_two_ranks(folder: Path, recipe: str) -> Callable[..., Finished]:
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics so far."""
+    """Return the records of a run's metrics so far."""
     path = run / "metrics.jsonl"
     return read_records(path) if path.exists() else []
 
 
 def decisions(run: Path) -> list[dict[str, Any]]:
-    """What a run's recovery has done so far."""
+    """Return what a run's recovery has done so far."""
     return RecoveryLog(run).lines()
 
 
 def logged(run: Path) -> int:
-    """How many records of metrics a run has logged."""
+    """Return how many records of metrics a run has logged."""
     return len(records_of(run))
 
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of a run's steps, the last word on each; None where a number was not finite."""
+    """Return the metrics of a run's steps, the last word on each; None where a number was not finite."""
     path = run / "metrics.jsonl"
     return read_steps(path) if path.exists() else {}
 
 
 def metrics_of(run: Path) -> dict[int, dict[str, Any]]:
-    """``steps_of`` without what depends on the machine."""
+    """Return ``steps_of`` without what depends on the machine."""
     return comparable(steps_of(run))
 
 
 def wait_for(command: Command, condition: Callable[[], bool]) -> None:
-    """Returns when ``condition`` holds; raises AssertionError where the command ends before, or after five minutes."""
+    """Return when ``condition`` holds; raises AssertionError where the command ends before, or after five minutes."""
     deadline = time.time() + 300
     while not condition():
         assert command.is_running() and time.time() < deadline

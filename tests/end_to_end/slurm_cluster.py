@@ -1,6 +1,6 @@
 """A real Slurm with two nodes on this machine, for tests: Debian's daemons, started in a folder and ended with it.
 
-Import it as `from end_to_end.slurm_cluster import ...`. No test lives here.
+Import it as ``from end_to_end.slurm_cluster import ...``. No test lives here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2
 
 
 def what_is_missing() -> str | None:
-    """Why no cluster can be made here, or None."""
+    """Return why no cluster can be made here, or None."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=os.environ["PATH"] + SBIN) is None]
     if absent:
         return f"Slurm is not installed here ({', '.join(absent)}); on Debian: apt-get install slurm-wlm munge"
@@ -67,18 +67,18 @@ class Cluster:
         self.folder, self.environment = folder, environment
 
     def run(self, *command: str) -> str:
-        """The output of a command of Slurm's."""
+        """Return the output of a command of Slurm's."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of a job, such as JobState and Restarts."""
+        """Return what Slurm knows of a job, such as JobState and Restarts."""
         shown = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
     def wait(self, what: str, until: Callable[[], bool], seconds: float = 300.0) -> None:
-        """Returns when ``until`` is true; raises AssertionError with the daemons' logs after ``seconds``."""
+        """Return when ``until`` is true; raises AssertionError with the daemons' logs after ``seconds``."""
         deadline = time.monotonic() + seconds
         while not until():
             if time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster with its files in ``folder``, whose path must be short: a socket lies in it."""
+    """Run a cluster with its files in ``folder``, whose path must be short: a socket lies in it."""
     path = os.environ["PATH"] + SBIN
     environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
     key = folder / "munge.key"
@@ -134,7 +134,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def _kill_what_jobs_left(configuration: str) -> None:
-    """Slurm's steps outlive its daemons."""
+    """Kill what jobs left: Slurm's steps outlive its daemons."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             step = process.name().startswith("slurmstepd") or "SLURM_JOB_ID" in process.environ()

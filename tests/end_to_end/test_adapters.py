@@ -61,7 +61,7 @@ def train(folder: Path) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
-    """The run that nobody kills."""
+    """Return the run that nobody kills."""
     finished = train().check()
     said = " ".join((finished.out + finished.err).split()).partition("rollout weights: ")[2].split()
     assert said[0] == said[2], "the rollout has the merged weights as they are, in the actor's memory"
@@ -148,7 +148,7 @@ EXPERTS = ("model.path=mixture", "actor.layout={tensor: 1, expert: 2}", "rollout
 
 @pytest.fixture(scope="module")
 def of_experts(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
-    """A run that nobody kills, of a mixture with adapters on its experts too, over two ranks."""
+    """Return a run that nobody kills, of a mixture with adapters on its experts too, over two ranks."""
     make_model(folder, 2, "--experts=4", "--expert-size=32", name="mixture")
     train(*EXPERTS, "name=experts").check()
     return metrics_of(folder / "runs" / "experts")

@@ -41,7 +41,7 @@ OUTPUT = re.compile(r"Between hosts in one step.*\n.* = ([\d.,]+)\n.*\n  over gl
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's recipe with a model of random weights and few rows; all hosts see it."""
+    """Return the demo's recipe with a model of random weights and few rows; all hosts see it."""
     path = tmp_path_factory.mktemp("demo")
     demo = yaml.safe_load((ROOT / "recipes" / "tiny_grpo.yaml").read_text())
     recipe = demo | CHANGES | {"rollout": demo["rollout"] | LENGTHS}
@@ -53,13 +53,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets what ranks of several hosts need in their environment."""
+    """Set what ranks of several hosts need in their environment."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def trained(hosts: Hosts, folder: Path, name: str, steps: int, layout: str) -> tuple[int, list[str]]:
-    """Trains with a rank on each host; returns the bytes that all have sent, and what the first one wrote."""
+    """Train with a rank on each host; return the bytes that all have sent, and what the first one wrote."""
     before = hosts.sent_without_headers()
     keys = (f"name={name}", f"steps={steps}", f"actor.layout={layout}")
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def trained(hosts: Hosts, folder: Path, name: str, steps: int, layout: str) -> t
 
 
 def planned(folder: Path, world: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Bytes that all hosts send in a step, by what --dry-run prints for gloo."""
+    """Return bytes that all hosts send in a step, by what --dry-run prints for gloo."""
     monkeypatch.chdir(folder)
     found = OUTPUT.search(plan_text(load_recipe("grpo.yaml", [f"actor.layout={layout}"]), world))
     assert found

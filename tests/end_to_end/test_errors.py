@@ -64,7 +64,7 @@ def row(number: int, question: str = "Calculate {} + 1.") -> Row:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one layer, data good and bad, and the recipes, all named by relative paths."""
+    """Return a model of one layer, data good and bad, and the recipes, all named by relative paths."""
     path = tmp_path_factory.mktemp("errors")
     make_model(path, layers=1)
     shutil.copytree(path / "model", path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(folder: Path, tmp_path: Path) -> Callable[..., Finished]:
-    """Runs launch/train.py under torchrun to its end."""
+    """Run launch/train.py under torchrun to its end."""
 
     def run(ranks: int, recipe: str, *overrides: str) -> Finished:
         with torchrun(ranks, TRAIN, recipe, f"run_root={tmp_path}", *overrides, folder=folder) as command:

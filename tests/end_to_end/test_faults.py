@@ -37,7 +37,7 @@ FAULTS = "stop@update:5:1,out_of_memory@update:8:1,nan@update:11-13:1,kill@publi
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run, which torchrun has started five times."""
+    """Return the folder of the run, which torchrun has started five times."""
     folder = tmp_path_factory.mktemp("faults")
     data = SUPERVISED["data"] | {"validation_files": ["train.parquet"]}
     (folder / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | CHANGES | {"data": data}))
@@ -71,7 +71,7 @@ def test_each_fault_is_followed_by_what_helps(run: Path) -> None:
         ("restart", None, 13),
         ("resume", None, 9),  # step 12 was not saved: it was skipped
         ("restart", None, STEPS),
-        ("resume", None, 12),  # step-15 was there, but `latest` did not name it yet
+        ("resume", None, 12),  # step-15 was there, but ``latest`` did not name it yet
         ("done", None, STEPS),
     ]
     assert lines[4]["phase"] == "update"

@@ -34,13 +34,13 @@ ON_GPUS = "On GPUs"
 
 
 def files_of(page: str) -> dict[str, str]:
-    """The page's files: the first name of the line before a block is the block's."""
+    """Return the page's files: the first name of the line before a block is the block's."""
     blocks = re.findall(r"^`([\w.]+)`[^\n]*\n\n```(?:json|python|yaml)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return dict(blocks)
 
 
 def commands_of(page: str) -> dict[str, list[list[str]]]:
-    """The words of the page's commands, by the heading that they stand under."""
+    """Return the words of the page's commands, by the heading that they stand under."""
     sections = re.split(r"^## (.*)$", page, flags=re.MULTILINE)
     return {heading: commands_in(text) for heading, text in zip(sections[1::2], sections[2::2], strict=True)}
 
@@ -57,7 +57,7 @@ def run(words: list[str], folder: Path) -> Finished:
 
 @pytest.fixture(scope="module")
 def hour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which all has been done that needs neither a GPU nor a server."""
+    """Return the folder in which all has been done that needs neither a GPU nor a server."""
     folder = tmp_path_factory.mktemp("hour")
     for name, text in files_of(PAGE).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -143,7 +143,7 @@ def test_the_commands_for_gpus_are_planned(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def served(words: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The server that ``words`` start, with this Python, on the loopback address."""
+    """Run the server that ``words`` start, with this Python, on the loopback address."""
     program = [sys.executable, "-P", *words[1:]]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     with (folder / "served.log").open("wb") as log:
@@ -174,7 +174,8 @@ def test_the_export_is_served(hour: Path) -> None:
 
 
 def wait_for_answer(server: subprocess.Popen[bytes], address: str, asked: dict) -> dict:
-    """The answer of the server once it is up; raises URLError where it has ended, or is not up after five minutes."""
+    """Return the answer of the server once it is up; raises URLError where it has ended, or is not up after five
+    minutes."""
     request = urllib.request.Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     deadline = time.monotonic() + 300
     while True:

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def job(folder: Path, count: int, *keys: str, fault: str = "") -> Iterator[list[Command]]:
-    """The ``count`` nodes of a job, each launch/slurm/node.sh as srun starts it, with one rank."""
+    """Run the ``count`` nodes of a job, each launch/slurm/node.sh as srun starts it, with one rank."""
     port = free_port()
     variables = [f"RLHF_MEGATRON_FAULT={fault}", f"TMPDIR={folder}", f"SLURM_JOB_ID={port}"]
     variables.append(f"SLURM_JOB_NUM_NODES={count}")

@@ -52,7 +52,7 @@ RECIPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy and a judge with random weights, and data."""
+    """Return a policy and a judge with random weights, and data."""
     path = tmp_path_factory.mktemp("judge")
     (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> dict[int, dict[str, float]]:
-    """The run whose two ranks have both engines each."""
+    """Return the run whose two ranks have both engines each."""
     with torchrun(2, TRAIN, "recipe.yaml", folder=folder) as command:
         finished = command.finish().check()
     assert len(re.findall("judge: .* verdicts have no score", finished.out)) == 1, "told once"

@@ -37,7 +37,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's recipe with a small model and few rows; all hosts see it."""
+    """Return the demo's recipe with a small model and few rows; all hosts see it."""
     path = tmp_path_factory.mktemp("lost")
     demo = yaml.safe_load((ROOT / "recipes" / "tiny_grpo.yaml").read_text())
     recipe = demo | CHANGES | {"rollout": {"max_response_length": 8, "scheduling": "static"}}
@@ -50,19 +50,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def cable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets what ranks of several hosts need in their environment."""
+    """Set what ranks of several hosts need in their environment."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def begun(hosts: Hosts, host: int, folder: Path, name: str, steps: int, restarts: int = 0, ours: str = "") -> Command:
-    """torchrun on a host."""
+    """Start torchrun on a host."""
     keys = (f"name={name}", f"steps={steps}")
     return hosts.start(host, folder, 1, TRAIN, "grpo.yaml", *keys, restarts=restarts, ours=ours)
 
 
 def is_stopped(command: Command) -> bool:
-    """True once its rank has stopped in the phase that RLHF_MEGATRON_FAULT names."""
+    """Return True once its rank has stopped in the phase that RLHF_MEGATRON_FAULT names."""
     return "RLHF_MEGATRON_FAULT: stop" in command.so_far().err
 
 

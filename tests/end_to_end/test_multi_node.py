@@ -25,14 +25,14 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    """Two hosts; skips where namespaces cannot be made."""
+    """Return two hosts; skips where namespaces cannot be made."""
     with hosts_of(2) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, and data; both nodes see it."""
+    """Return a model with random weights, and data; both nodes see it."""
     path = tmp_path_factory.mktemp("nodes")
     (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | CHANGES))
     make_model(path, layers=1)
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over_the_cable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets what ranks of several hosts need in their environment."""
+    """Set what ranks of several hosts need in their environment."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 

@@ -187,7 +187,7 @@ def played(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path, whole: dict[int, dict[str, float]]) -> list[tuple[str, list[dict[str, str]]]]:
-    """What the reward function was given of each response of the first run: its text, and its turns."""
+    """Return what the reward function was given of each response of the first run: its text, and its turns."""
     return [tuple(json.loads(line)) for line in (folder / "seen.jsonl").read_text().splitlines()[:48]]  # type: ignore[misc]
 
 

@@ -33,7 +33,7 @@ RECIPE = SUPERVISED | {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, copies of it with bad weights in the part of rank 1 alone, and data."""
+    """Return a model, copies of it with bad weights in the part of rank 1 alone, and data."""
     path = tmp_path_factory.mktemp("not_finite")
     make_model(path, layers=1)
     make_sums(path, 20)
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
-    """Runs the recipe on two ranks to its end."""
+    """Run the recipe on two ranks to its end."""
 
     def run(*overrides: str, fault: str = "") -> Finished:
         monkeypatch.setenv(VARIABLE, fault)
@@ -123,7 +123,8 @@ def test_an_export_that_would_not_be_finite_leaves_the_older_one(
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Path:
-    """One whose files say nothing of their damage, a weight is nan; beside it a copy as it was, and one of step 1."""
+    """Return one whose files say nothing of their damage, a weight is nan; beside it a copy as it was, and one of step
+    1."""
     with torchrun(2, TRAIN, "sft.yaml", "name=spoiled", "checkpoint.keep_last_k=2", folder=folder) as command:
         command.finish().check()
     spoiled = folder / "runs" / "spoiled" / "checkpoints" / "step-2"

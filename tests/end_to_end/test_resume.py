@@ -83,7 +83,7 @@ PPO: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, and data."""
+    """Return a model with random weights, and data."""
     path = tmp_path_factory.mktemp("resume")
     (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(folder: Path) -> Callable[..., Finished]:
-    """Runs the recipe on two ranks to its end."""
+    """Run the recipe on two ranks to its end."""
 
     def run(*arguments: str) -> Finished:
         with torchrun(2, TRAIN, "grpo.yaml", *arguments, folder=folder) as command:
@@ -107,7 +107,7 @@ def train(folder: Path) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, train: Callable[..., Finished]) -> dict[int, dict[str, float]]:
-    """The run that nobody kills."""
+    """Return the run that nobody kills."""
     train()
     metrics = metrics_of(folder / "runs" / "whole")
     assert sorted(metrics) == [1, 2, 3, 4]
@@ -187,7 +187,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(
 
 
 def lives(run: Path) -> int:
-    """How often a run has begun or gone on."""
+    """Return how often a run has begun or gone on."""
     return sum(line["what"] in ("start", "resume") for line in decisions(run))
 
 
@@ -273,5 +273,5 @@ def test_a_checkpoint_that_is_not_there_is_told_in_one_line(folder: Path) -> Non
 
 
 def of_any_layout(metrics: dict[str, float]) -> dict[str, float]:
-    """Without how evenly the layout's ranks share the work."""
+    """Return metrics without how evenly the layout's ranks share the work."""
     return {name: value for name, value in metrics.items() if "/imbalance" not in name}

@@ -32,7 +32,7 @@ RECIPE: dict[str, Any] = {
 
 
 def pairs(numbers: range) -> list[dict[str, Any]]:
-    """The chosen answers are positive, the rejected ones negative; every other pair has a margin."""
+    """Return the chosen answers are positive, the rejected ones negative; every other pair has a margin."""
     return [
         {
             "prompt": [{"role": "user", "content": f"State the final answer: {number} + 0 ="}],
@@ -49,7 +49,7 @@ HELD_OUT = pairs(range(900, 924))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random model, pairs, and the reward model that was trained on them in two parts."""
+    """Return a folder with a random model, pairs, and the reward model that was trained on them in two parts."""
     folder = tmp_path_factory.mktemp("rlhf")
     for name, rows in (("train", pairs(range(100, 228))), ("held_out", HELD_OUT)):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
@@ -132,7 +132,7 @@ PREFERRED: dict[str, Any] = {
 
 
 def asked(numbers: range) -> list[dict[str, Any]]:
-    """Prompts with either sign in turn as the response to learn, and no right answer."""
+    """Return prompts with either sign in turn as the response to learn, and no right answer."""
     return [
         {
             "data_source": "signs",

@@ -35,7 +35,7 @@ RECIPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, whose answers end at random, and data."""
+    """Return a model with random weights, whose answers end at random, and data."""
     path = tmp_path_factory.mktemp("control")
     (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_prompts(metrics: dict[int, dict[str, float]]) -> None:
-    """Every prompt that was drawn has been trained on or waits."""
+    """Check that every prompt that was drawn has been trained on or waits."""
     for step, found in metrics.items():
         assert found["data/epoch"] * ROWS == pytest.approx(PROMPTS * step + found["rollout/groups_waiting"])
         assert found["rollout/groups_waiting"] == 3

@@ -54,7 +54,7 @@ _OF_PLACEMENT = ("imbalance", "staleness", "weight_version")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy and a reward model with random weights, and data."""
+    """Return a policy and a reward model with random weights, and data."""
     path = tmp_path_factory.mktemp("rollout_ranks")
     (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(folder: Path) -> dict[int, dict[str, float]]:
-    """The run whose two ranks both do everything."""
+    """Return the run whose two ranks both do everything."""
     with torchrun(2, TRAIN, "recipe.yaml", folder=folder) as command:
         command.finish().check()
     return metrics_of(folder / "runs" / "together")
@@ -78,7 +78,7 @@ def together(folder: Path) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def ahead(folder: Path) -> dict[int, dict[str, float]]:
-    """The run of which one rank learns and the other generates, at the same time."""
+    """Return the run of which one rank learns and the other generates, at the same time."""
     with torchrun(2, TRAIN, "recipe.yaml", "name=ahead", *AHEAD, folder=folder) as command:
         command.finish().check()
     return metrics_of(folder / "runs" / "ahead")

@@ -21,7 +21,7 @@ MORE = "for more raise steps; for a new run use another name, or --resume none"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, another tokenizer's folder, a template, and data."""
+    """Return a model with random weights, another tokenizer's folder, a template, and data."""
     path = tmp_path_factory.mktemp("run_folder")
     (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED))
     make_model(path, 1, "--intermediate-size=512")  # more than a disk that is full on purpose takes
@@ -34,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, *arguments: str, restarts: int = 0) -> Command:
-    """Starts the recipe on two ranks, with the other folder's tokenizer."""
+    """Start the recipe on two ranks, with the other folder's tokenizer."""
     names = (f"name={name}", "model.tokenizer=other", "data.chat_template=chat.jinja")
     return torchrun(2, TRAIN, "sft.yaml", *names, *arguments, folder=folder, restarts=restarts)
 
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the fifth step on nothing large can be written, in a torchrun's first attempt."""
+    """Have nothing large written from the fifth step on, as it cannot be written, in a torchrun's first attempt."""
     monkeypatch.setenv("RLHF_MEGATRON_FAULT", "disk_full@step:5-300")
 
 

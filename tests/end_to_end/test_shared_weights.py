@@ -48,7 +48,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[int, dict[str, float]]]]:
-    """What each run said, and its metrics by step. The first is started as a person starts it."""
+    """Return what each run said, and its metrics by step. The first is started as a person starts it."""
     folder: Path = tmp_path_factory.mktemp("shared")
     (folder / "reward.py").write_text(LENGTH_REWARD)
     make_model(folder, 2)

@@ -19,7 +19,7 @@ STEPS = 150
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, and data."""
+    """Return a model with random weights, and data."""
     path = tmp_path_factory.mktemp("signals")
     (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | {"steps": STEPS}))
     make_model(path, layers=1)
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, *arguments: str, restarts: int = 0) -> Command:
-    """Starts the recipe on two ranks, which torchrun may start again so often."""
+    """Start the recipe on two ranks, which torchrun may start again so often."""
     return torchrun(2, TRAIN, "sft.yaml", *arguments, folder=folder, restarts=restarts)
 
 

@@ -33,7 +33,7 @@ JOB = {
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes; the commands of this process find them."""
+    """Return two nodes; the commands of this process find them."""
     with cluster(tmp_path_factory.mktemp("slurm")) as made, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", made.environment["SLURM_CONF"])
         patch.setenv("PATH", made.environment["PATH"])
@@ -42,7 +42,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with random weights, data, and the recipe of a job."""
+    """Return a model with random weights, data, and the recipe of a job."""
     path = tmp_path_factory.mktemp("jobs")
     (path / "sft.yaml").write_text(yaml.safe_dump(SUPERVISED | JOB))
     make_model(path, layers=1)
@@ -51,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def submit(folder: Path, *arguments: str) -> str:
-    """The number of a new job."""
+    """Return the number of a new job."""
     done = python("launch/submit.py", "sft.yaml", *arguments, folder=folder).check()
     return done.out.splitlines()[0].removeprefix("job ")
 
 
 def start_again(slurm: Cluster, number: str, restarts: int) -> None:
-    """Waits until a job is back in the queue, where Slurm would hold it for two minutes, and lets it start.
+    """Wait until a job is back in the queue, where Slurm would hold it for two minutes, and let it start.
 
     Not within two seconds: a node takes a job that was killed in the same second for one that is dead already.
     """
@@ -68,7 +68,7 @@ def start_again(slurm: Cluster, number: str, restarts: int) -> None:
 
 
 def rank_process(run: Path, rank: int) -> psutil.Process:
-    """The process of a rank of a job, on whichever node."""
+    """Return the process of a rank of a job, on whichever node."""
     for process in psutil.process_iter():
         try:
             environment = process.environ()

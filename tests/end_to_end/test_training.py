@@ -48,7 +48,8 @@ WARM: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers, its data, and a supervised run of two steps on two ranks, all by the real commands."""
+    """Return a model of two layers, its data, and a supervised run of two steps on two ranks, all by the real
+    commands."""
     path = tmp_path_factory.mktemp("training")
     (path / "reward.py").write_text(LENGTH_REWARD)
     (path / "grpo.yaml").write_text(yaml.safe_dump(RECIPE))
@@ -67,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def grpo(folder: Path) -> Callable[..., dict[int, dict[str, float]]]:
-    """Runs the GRPO recipe on two ranks and returns its metrics by step."""
+    """Run the GRPO recipe on two ranks and return its metrics by step."""
 
     def run(name: str, *overrides: str) -> dict[int, dict[str, float]]:
         with torchrun(2, TRAIN, "grpo.yaml", f"name={name}", *overrides, folder=folder) as command:
@@ -80,7 +81,7 @@ def grpo(folder: Path) -> Callable[..., dict[int, dict[str, float]]]:
 
 @pytest.fixture(scope="module")
 def tensor_parallel(grpo: Callable[..., dict[int, dict[str, float]]]) -> dict[int, dict[str, float]]:
-    """The run with an actor of TP2 and two replicas of TP1."""
+    """Return the run with an actor of TP2 and two replicas of TP1."""
     return grpo("tensor")
 
 

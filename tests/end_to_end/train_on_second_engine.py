@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Registers the engine, and trains."""
+    """Register the engine, and train."""
     prepare_environment(deterministic=True)  # before torch is imported
     sys.path.insert(0, str(TESTS))
     from rlhf_megatron.rollout.engine_registry import ENGINES

@@ -48,7 +48,7 @@ def content(option: int) -> bytes:
 
 
 def check(path: Path) -> None:
-    """Rows, or one line."""
+    """Check that there are rows, or one line."""
     try:
         found = opened(tokenizer(), path)
     except DataError as error:

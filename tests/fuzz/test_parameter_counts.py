@@ -41,7 +41,7 @@ def architectures(draw: st.DrawFn, layers: int = 3) -> Architecture:
 
 @st.composite
 def cut_models(draw: st.DrawFn) -> tuple[Architecture, Layout]:
-    """A model and a layout that it can be cut into."""
+    """Return a model and a layout that it can be cut into."""
     tensor, pipeline, chunks = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4)), draw(st.integers(1, 2))
     first, between, last = (chunks * draw(st.integers(1, 2)) for _ in range(3))
     edges = {"first_stage_layers": first, "last_stage_layers": last} if pipeline > 1 and draw(st.booleans()) else {}
@@ -54,7 +54,7 @@ def cut_models(draw: st.DrawFn) -> tuple[Architecture, Layout]:
 
 
 def held(blocks: Iterable[Block]) -> int:
-    """Elements of the parameters that ``blocks`` fill."""
+    """Return elements of the parameters that ``blocks`` fill."""
     return sum(map(math.prod, parameter_shapes(list(blocks)).values()))
 
 

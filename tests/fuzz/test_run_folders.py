@@ -57,7 +57,7 @@ noise = st.lists(st.sampled_from(FRAGMENTS), max_size=4).map(b"".join) | st.bina
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    """This process alone, and nothing waits for the disk."""
+    """Have this process alone, and nothing wait for the disk."""
     with pytest.MonkeyPatch.context() as patch, world_of_one():
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -65,7 +65,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has saved steps 1 and 2."""
+    """Return the folder of a run that has saved steps 1 and 2."""
     return make_run(tmp_path_factory.mktemp("runs") / "run")
 
 

@@ -25,7 +25,7 @@ CASES = test_adapters.CASES | test_adapters.MORE_CASES
 
 
 def ranks_of(name: str) -> int:
-    """How many ranks a case has."""
+    """Return how many ranks a case has."""
     return Layout(**CASES[name][0].layout).size
 
 
@@ -44,7 +44,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(home: Path) -> Callable[[str, str], dict[str, Any]]:
-    """What rank 0 found in a case, or how it failed; all cases of as many ranks are run with the first of them."""
+    """Return what rank 0 found in a case, or how it failed; all cases of as many ranks are run with the first of
+    them."""
 
     @functools.cache
     def launched(ranks: int) -> dict[str, dict[str, Any]]:
@@ -75,7 +76,7 @@ def results(home: Path) -> Callable[[str, str], dict[str, Any]]:
 
 @functools.cache
 def reference(folder: Path, adapter: Path) -> Any:
-    """(logprobs with and without adapters, losses, gradient norms) of PEFT in float32."""
+    """Return (logprobs with and without adapters, losses, gradient norms) of PEFT in float32."""
     prompts, responses = random_rows(ROWS, VOCABULARY)
     model = peft.PeftModel.from_pretrained(load_model(folder), adapter, is_trainable=True)
     keep_gates_from_ups(model)

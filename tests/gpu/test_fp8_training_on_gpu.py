@@ -45,7 +45,7 @@ TWO_GPUS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def long_rows() -> list[list[list[int]]]:
-    """Prompts and responses of which several fill a micro-batch of 512 tokens."""
+    """Return prompts and responses of which several fill a micro-batch of 512 tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -58,7 +58,7 @@ def long_rows() -> list[list[list[int]]]:
 
 
 def aligned_model(folder: Path, columns: int = 512) -> Path:
-    """A model of a usual width whose layers' weights are as large as those of new models, about 0.02."""
+    """Return a model of a usual width whose layers' weights are as large as those of new models, about 0.02."""
     make_model(folder, vocabulary=VOCABULARY, tied=False, hidden_size=256, intermediate_size=columns, head_dim=64)
     model = load_model(folder)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_a_layer_multiplies_what_blocks_leave(columns: int, tmp_path: Path) -> N
 
 
 def far(one: dict[str, Any], other: dict[str, Any]) -> torch.Tensor:
-    """Differences of logprobs."""
+    """Return differences of logprobs."""
     assert "failed" not in one, one["failed"]
     assert "failed" not in other, other["failed"]
     return (torch.tensor(one["logprobs"]) - torch.tensor(other["logprobs"])).abs()

@@ -76,7 +76,8 @@ def test_an_engine_sleeps_and_wakes_while_the_other_stays_as_it_is(tmp_path: Pat
 
 
 def sleep_in_turn(models: list[str]) -> dict[str, Any]:
-    """Two engines with caches of 4 and 2 GB: GB that are free besides, and what they answer before, between, after."""
+    """Run two engines with caches of 4 and 2 GB: GB that are free besides, and what they answer before, between,
+    after."""
     engines = [
         serve(model, kv_cache_gb=size, enforce_eager=True) for model, size in zip(models, (4.0, 2.0), strict=True)
     ]

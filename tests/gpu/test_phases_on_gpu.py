@@ -13,7 +13,7 @@ GB = 1 << 30
 
 
 def peaks() -> dict[str, float]:
-    """GB that each phase had at most beyond what there was before."""
+    """Return GB that each phase had at most beyond what there was before."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     torch.zeros(1, device="cuda")
@@ -47,7 +47,7 @@ def test_what_is_in_use_counts() -> None:
 
 
 def retries() -> list[float]:
-    """Counts of emptied caches: at first, with room, and with none for the next block beside the last."""
+    """Return counts of emptied caches: at first, with room, and with none for the next block beside the last."""
     torch.zeros(1, device="cuda")
     room = torch.cuda.mem_get_info()[0] // 10
     counts = [memory_metrics()["memory/gpu_retries"]]

@@ -38,7 +38,7 @@ RECIPE: dict[str, Any] = {
 
 
 def command(folder: Path, *arguments: str) -> None:
-    """Runs a script of the repository with this Python in ``folder``; raises where it fails."""
+    """Run a script of the repository with this Python in ``folder``; raises where it fails."""
     subprocess.run([sys.executable, "-P", *arguments], cwd=folder, check=True)
 
 
@@ -52,7 +52,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def check_resume(tmp_path: Path, *overrides: str) -> None:
-    """Compares a run with one in two parts, both with these values of the recipe."""
+    """Compare a run with one in two parts, both with these values of the recipe."""
     sizes = ("--layers=4", "--hidden-size=256", "--intermediate-size=512", "--heads=4", "--kv-heads=2")
     command(tmp_path, str(ROOT / "tools" / "make_tiny_model.py"), "--output=model", *sizes)
     digits = random.Random(1)

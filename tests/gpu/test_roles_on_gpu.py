@@ -73,7 +73,7 @@ def possible(layers: Layers, given: Case) -> bool:
 
 
 def ranks_of(name: str) -> int:
-    """How many ranks a case has."""
+    """Return how many ranks a case has."""
     return Layout(**GRID[name].layout).size
 
 
@@ -90,7 +90,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(home: Path, request: pytest.FixtureRequest) -> Callable[[str, str], dict[str, Any]]:
-    """Results of rank 0 in a case, or its failure; selected cases of as many ranks run with the first of them."""
+    """Return results of rank 0 in a case, or its failure; selected cases of as many ranks run with the first of
+    them."""
     items = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = {(of_item.get("name"), of_item.get("layers")) for of_item in items}
 
@@ -127,7 +128,7 @@ def results(home: Path, request: pytest.FixtureRequest) -> Callable[[str, str], 
 
 @functools.cache
 def reference(folder: Path) -> Any:
-    """(logprobs, losses, gradient norms, the parameters after all steps) of transformers in float32."""
+    """Return (logprobs, losses, gradient norms, the parameters after all steps) of transformers in float32."""
     prompts, responses = random_rows(ROWS, VOCABULARY)
     model = load_model(folder)
     with torch.no_grad():
@@ -138,7 +139,7 @@ def reference(folder: Path) -> Any:
 
 @functools.cache
 def chosen_experts(folder: Path) -> list[Any] | None:
-    """The experts that transformers' routers take, row by row [tokens, layers, chosen]; None without experts.
+    """Return the experts that transformers' routers take, row by row [tokens, layers, chosen]; None without experts.
 
     Rounding may have a router choose another one where two are close, and logprobs are then far off by right.
     """
@@ -161,7 +162,7 @@ def chosen_experts(folder: Path) -> list[Any] | None:
 
 @functools.cache
 def own_rounding(folder: Path, dtype: str) -> float:
-    """The median difference of a token's logprob that transformers itself has in a type."""
+    """Return the median difference of a token's logprob that transformers itself has in a type."""
     model = load_model(folder).to(getattr(torch, dtype))
     rows = zip(*random_rows(ROWS, VOCABULARY), strict=True)
     with torch.no_grad():

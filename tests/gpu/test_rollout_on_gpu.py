@@ -55,7 +55,8 @@ def test_an_engine_wakes_up_where_torch_keeps_all_memory_for_later(tmp_path: Pat
 
 
 def wake_beside_full_cache(model: str) -> None:
-    """What an update leaves: memory that no tensor has, and that the driver has not either. Takes the whole GPU."""
+    """Wake it beside what an update leaves: memory that no tensor has, and that the driver has not either. Takes the
+    whole GPU."""
     engine, room = serve(model, kv_cache_gb=4.0), 1 << 30
     engine.sleep()
     torch.empty(torch.cuda.mem_get_info()[0] - room, dtype=torch.uint8, device="cuda")
@@ -80,7 +81,8 @@ def test_paused_responses_keep_their_cache_while_others_have_the_gpu(tensor: int
 
 
 def pause_and_go_on(model: str, tensor: int, sleeps: bool) -> dict[str, Any]:
-    """All groups at once; then some at a time, between which the engine sleeps and gets the same weights again."""
+    """Generate all groups at once; then some at a time, between which the engine sleeps and gets the same weights
+    again."""
     engine = serve(model, max_num_seqs=16, kv_cache_gb=4.0, layout={"tensor": tensor}, sleep=sleeps)
     asked = [dataclasses.replace(each, key=each.row_id) for each in requests_of(range(GROUPS))]
     reference = {each.row_id: each.token_ids for each in engine.generate(asked, sampling())}

@@ -58,7 +58,7 @@ def test_answers_are_those_of_copies(eager: bool, tmp_path: Path) -> None:
 
 
 def logprobs_side_by_side(shared: list[Any], copied: list[Any]) -> list[tuple[float, float]]:
-    """Logprobs of two engines' greedy answers, as far as they agree on the tokens before."""
+    """Return logprobs of two engines' greedy answers, as far as they agree on the tokens before."""
     pairs = []
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(shared, copied, strict=True):
         for token, other_token, logprob, other_logprob in zip(

@@ -17,7 +17,7 @@ ROWS = 32
 
 
 def sample(model: str, tensor: int, speculative: dict[str, int] | None) -> dict[str, Any]:
-    """Responses to two prompts that repeat themselves, twice, and what became of drafts."""
+    """Return responses to two prompts that repeat themselves, twice, and what became of drafts."""
     layout = {"tensor": tensor}
     engine = serve(model, dtype="float32", layout=layout, speculative=speculative, kv_cache_gb=0.5, max_num_seqs=16)
     from rlhf_megatron.rollout.engine import Request

@@ -34,7 +34,8 @@ LARGEST = 448.0  # of e4m3
 def learn_in_longer_micro_batches(
     model: str, rows: list[Any], cases: dict[str, tuple[dict[str, int], dict[str, Any]]], shares_prompts: bool = False
 ) -> dict[str, Any]:
-    """For each case, a layout and a section: what a role computes and learns with and without the padding of fp8."""
+    """Return for each case, a layout and a section: what a role computes and learns with and without the padding of
+    fp8."""
     batch = batch_from_rows(*rows)
     found = {}
     for name, (layout, section) in cases.items():
@@ -77,7 +78,7 @@ def _role(
 
 
 def _learned(role: Role, batch: RolloutBatch, sizes: list[int] | None) -> dict[str, Any]:
-    """Logprobs, then losses and gradient norms of updates."""
+    """Return logprobs, then losses and gradient norms of updates."""
     outputs = logprobs(role, batch)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     steps = [update(role, batch, {"weights": weights}, negative_log_likelihood) for _ in range(STEPS)]
@@ -93,7 +94,8 @@ def _learned(role: Role, batch: RolloutBatch, sizes: list[int] | None) -> dict[s
 
 
 def compare_with_bfloat16(model: str, rows: list[Any], section: dict[str, Any]) -> dict[str, Any]:
-    """Gradients of a first update in fp8 beside those in bfloat16, as cosines; its copies of weights at each point."""
+    """Return gradients of a first update in fp8 beside those in bfloat16, as cosines; its copies of weights at each
+    point."""
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     gradients, copies = [], []
@@ -126,8 +128,8 @@ def _quantized_weights(role: Role) -> int:
 
 
 def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
-    """(largest difference from the formula, from the product in float32, largest number) of a layer's output, and of
-    both of its gradients."""
+    """Return (largest difference from the formula, from the product in float32, largest number) of a layer's output,
+    and of both of its gradients."""
     from megatron.core.fp8_utils import get_fp8_context
 
     role = _role(model, {}, {"tokens_per_gpu": 512, "fp8": "blockwise"}, "bfloat16")
@@ -158,7 +160,7 @@ def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
 
 
 def blocks(values: Tensor, rows: int, columns: int = 128) -> Tensor:
-    """[n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2).
+    """Map [n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2).
 
     Scales are powers of two, as Transformer Engine's are by default and those of DeepSeek-V3.1's files.
     """

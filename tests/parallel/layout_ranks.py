@@ -33,7 +33,8 @@ KINDS = ("parameters", "gradients", "optimizer")
 def learn_with_memory_away(
     model: str, rows: list[Any], section: dict[str, Any], cases: dict[str, tuple[str, dict[str, Any] | None, float]]
 ) -> dict[str, Any]:
-    """For each case, a type, an optimizer and the share of its state that is streamed, what ``_compare`` tells."""
+    """Return for each case, a type, an optimizer and the share of its state that is streamed, what ``_compare``
+    tells."""
     streaming.PIECE_BYTES = 2**16
     return {name: _compare(model, rows, section, *case) for name, case in cases.items()}
 
@@ -41,7 +42,8 @@ def learn_with_memory_away(
 def _compare(
     model: str, rows: list[Any], section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None, streamed: float
 ) -> dict[str, Any]:
-    """A role that is offloaded before every call beside one that never is: how far they differ, and what was freed."""
+    """Return a role that is offloaded before every call beside one that never is: how far they differ, and what was
+    freed."""
     batch = batch_from_rows(*rows)
     stays = _role(model, section, dtype, optimizer)
     leaves = _role(model, section | {"offload": _everything_away(streamed)}, dtype, optimizer)
@@ -75,7 +77,7 @@ def _compare(
 def memory_over_cycles(
     model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], dtype: str, cycles: int
 ) -> dict[str, list[int]]:
-    """Bytes of this process, and those that torch has of its GPU, as each of many cycles of offloading ends."""
+    """Return bytes of this process, and those that torch has of its GPU, as each of many cycles of offloading ends."""
     role = _role(model, section | {"offload": _everything_away(streamed=0.5)}, dtype, optimizer)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
@@ -93,7 +95,8 @@ def memory_over_cycles(
 def inputs_left(
     model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], cases: dict[str, dict[str, Any]]
 ) -> dict[str, list[list[int]]]:
-    """Shapes of inputs of layers that are in memory after an update with each of the ``cases`` of ``recompute``."""
+    """Return shapes of inputs of layers that are in memory after an update with each of the ``cases`` of
+    ``recompute``."""
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     found = {}
@@ -108,7 +111,7 @@ def inputs_left(
 
 
 def _role(model: str, section: dict[str, Any], dtype: str, optimizer: dict[str, Any] | None) -> Role:
-    """One with the weights of ``model``, data-parallel over all ranks."""
+    """Return one with the weights of ``model``, data-parallel over all ranks."""
     architecture, world = read_architecture(model), dist.get_world_size()
     role = Role(
         "actor", architecture, Layout(data=world), range(world), RoleSection(**section), dtype=dtype, seed=1,
@@ -120,7 +123,7 @@ def _role(model: str, section: dict[str, Any], dtype: str, optimizer: dict[str, 
 
 
 def _everything_away(streamed: float) -> dict[str, Any]:
-    """The section ``offload`` in which all memory leaves, and a share of the optimizer's state is streamed."""
+    """Return the section ``offload`` in which all memory leaves, and a share of the optimizer's state is streamed."""
     return dict.fromkeys(KINDS, True) | {"streamed_optimizer": streamed}
 
 
@@ -128,7 +131,8 @@ def learn_placed(
     models: dict[str, str], rows: list[Any], roles: dict[str, dict[str, Any]], section: dict[str, Any],
     optimizer: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Roles of a "language" or "scalar" head, each in its layout on its ranks, all alive: what they compute and learn.
+    """Return roles of a "language" or "scalar" head, each in its layout on its ranks, all alive: what they compute and
+    learn.
 
     Every rank returns what every role found.
     """
@@ -173,12 +177,12 @@ _OBJECTIVES = {"language": negative_log_likelihood, "scalar": _squared_error}
 
 
 def _everything(role: Role) -> dict[str, Tensor]:
-    """Parameters, and what a checkpoint has of the optimizer."""
+    """Return parameters, and what a checkpoint has of the optimizer."""
     return {**role.parameters(), **(role_tensors(role, {})[0] if role.trainer else {})}
 
 
 def _bytes_on_device(role: Role) -> dict[str, int]:
-    """Bytes of the distinct storages of each kind of memory."""
+    """Return bytes of the distinct storages of each kind of memory."""
     memory: Any = role.memory
     storages = {kind: {t.untyped_storage()._cdata: t for t in memory._tensors(kind)} for kind in KINDS}
     return {kind: sum(t.untyped_storage().nbytes() for t in of_kind.values()) for kind, of_kind in storages.items()}

@@ -23,14 +23,15 @@ LAYOUTS = ((1, False), (2, False), (4, False), (2, True))
 
 
 def map_file(folder: Path, name: str, tensor: int, expert_parallel: bool) -> Path:
-    """Where the map of a model and a layout is written."""
+    """Return where the map of a model and a layout is written."""
     return folder / f"{name}-t{tensor}{'-ep' if expert_parallel else ''}.json"
 
 
 def learned_blocks(
     traces: Sequence[LoadTrace], tensor_shapes: Mapping[str, Sequence[int]], where: str
 ) -> list[list[Block]]:
-    """The blocks of each rank of a replica, as a run's ranks learn them one by one; raises ModelError as they do."""
+    """Return the blocks of each rank of a replica, as a run's ranks learn them one by one; raises ModelError as they
+    do."""
     from rlhf_megatron.models.learned_map import check_all_is_read, rank_blocks
 
     ranks = [rank_blocks(trace, tensor_shapes, where) for trace in traces]
@@ -88,7 +89,7 @@ def differences(
     rank: int,
     expert_parallel: bool,
 ) -> list[str]:
-    """The parameters in which vLLM's own load of random tensors is not what ``blocks`` say; padding may be 0."""
+    """Return the parameters in which vLLM's own load of random tensors is not what ``blocks`` say; padding may be 0."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model

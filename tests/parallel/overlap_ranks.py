@@ -33,7 +33,7 @@ BUCKET_ELEMENTS, SECONDS_BETWEEN_BUCKETS = 2000, 0.01
 
 
 def run_cases(cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """Several cases of ``learn_both_ways`` on the ranks of one launch."""
+    """Run several cases of ``learn_both_ways`` on the ranks of one launch."""
     streaming.PIECE_BYTES, megatron_optimizer.BUCKET_ELEMENTS = 2**16, BUCKET_ELEMENTS
     return {name: learn_both_ways(folder=Path(folder) / name, **case) for name, case in cases.items()}
 
@@ -42,7 +42,8 @@ def learn_both_ways(
     model: str, layout: dict[str, int], rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any],
     keys: dict[str, bool], dtype: str, folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """The largest difference of steps with ``keys`` from those without, and from those of a role that resumed."""
+    """Return the largest difference of steps with ``keys`` from those without, and from those of a role that
+    resumed."""
     batch = batch_from_rows(*rows)
     plain, overlapped = (_role(model, layout, section, optimizer | given, dtype) for given in ({}, keys))
     found = {"metrics": 0.0, "logprobs": 0.0}
@@ -71,14 +72,15 @@ def learn_both_ways(
 
 
 def _exchanged_over(bucket: Any) -> Any:
-    """The process group of one of Megatron's groups of buckets."""
+    """Return the process group of one of Megatron's groups of buckets."""
     if bucket.ddp_config.use_distributed_optimizer:
         return bucket.intra_distributed_optimizer_instance_group
     return bucket.data_parallel_group
 
 
 def read_while_weights_travel(model: str, rows: list[Any], optimizer: dict[str, Any]) -> dict[str, float]:
-    """The largest difference from the plain way of what reads weights whose gathers end late, on a rank that is early.
+    """Return the largest difference from the plain way of what reads weights whose gathers end late, on a rank that is
+    early.
 
     Each reader comes directly after a step, by a role of its own.
     """
@@ -101,7 +103,7 @@ def _after_offload(role: Role, _: RolloutBatch) -> list[Tensor]:
 
 
 def _saved(role: Role, _: RolloutBatch) -> list[Tensor]:
-    """A role's weights, read beside a checkpoint, which has ranges that differ with the buckets."""
+    """Return a role's weights, read beside a checkpoint, which has ranges that differ with the buckets."""
     role_tensors(role, {})
     return [parameter.data for parameter in role.shard.module.parameters()]
 
@@ -116,7 +118,7 @@ READERS: dict[str, Callable[[Role, RolloutBatch], list[Tensor]]] = {
 
 
 def _slow_down(role: Role) -> None:
-    """Has the last rank begin each gather late, so that it is on its way for long on the others."""
+    """Have the last rank begin each gather late, so that it is on its way for long on the others."""
     assert role.trainer is not None and role.trainer._gather is not None
     if dist.get_rank() < dist.get_world_size() - 1:
         return
@@ -142,5 +144,5 @@ def _update(role: Role, batch: RolloutBatch) -> dict[str, float]:
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
-    """The largest difference."""
+    """Return the largest difference."""
     return float((one.float() - other.float()).abs().max())

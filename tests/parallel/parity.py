@@ -116,7 +116,8 @@ class Launches:
         wanted: Sequence[str],
         launch: Callable[[list[str]], Mapping[str, list[Any]]],
     ) -> None:
-        """``kinds``: what cases have in common that share a launch; ``launch`` returns the results of some names."""
+        """Set up; ``kinds``: what cases have in common that share a launch; ``launch`` returns the results of some
+        names."""
         self._kinds, self._wanted, self._launch = kinds, wanted, launch
         self._found: dict[str, list[Any]] = {}
 

@@ -50,7 +50,7 @@ def learn(
     dtype: str = "float32", exported: str | None = None, then: dict[str, int] | None = None,
     loss_scale: float | None = None, choices: list[Any] | None = None, shares_prompts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
+    """Return logits, logprobs and entropy of ``rows``, then ``steps`` updates and an export of the result.
 
     In float16 the first of them begins with ``loss_scale``. Outputs are by the experts of ``choices``, where given;
     updates choose their own. Without adapters there is an export before the updates too, beside ``exported``.
@@ -133,7 +133,7 @@ def learn(
 
 
 def hand_over(before: Role, after: Role, folder: Path) -> str:
-    """The state of one role to another by files, as a checkpoint does; what was there is nothing but zeros.
+    """Return the state of one role to another by files, as a checkpoint does; what was there is nothing but zeros.
 
     Returns what is said of a checkpoint that does not tell the order of attention's rows.
     """
@@ -164,7 +164,7 @@ def _megatron_globals_exist() -> bool:
 
 
 def run_cases(cases: dict[str, dict[str, Any]], go_on: bool = False) -> dict[str, dict[str, Any]]:
-    """Several cases on the ranks of one launch, since starting ranks takes longer than what they do.
+    """Run several cases on the ranks of one launch, since starting ranks takes longer than what they do.
 
     With ``go_on``, a case that fails on all ranks alike has the traceback as its result.
     """
@@ -190,7 +190,7 @@ def learn_from_groups(
     shares_prompts: bool = False,
     **algorithm: Any,
 ) -> dict[str, Any]:
-    """Steps of GRPO's update on given responses in groups of three, with ``rewards`` [rows] for each step."""
+    """Take steps of GRPO's update on given responses in groups of three, with ``rewards`` [rows] for each step."""
     world = dist.get_world_size()
     recipe = make_recipe(
         {
@@ -239,7 +239,8 @@ def learn_from_groups(
 
 
 def learn_past_a_nan(model: str, rows: list[Any], dtype: str) -> dict[str, Any]:
-    """One update whose loss is NaN on the last rank's rows alone, then an ordinary one: what each did to parameters."""
+    """Make one update whose loss is NaN on the last rank's rows alone, then an ordinary one: what each did to
+    parameters."""
     architecture = read_architecture(model)
     world = dist.get_world_size()
     role = Role(

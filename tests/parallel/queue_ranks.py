@@ -18,7 +18,7 @@ DTYPE, BYTES = ("bfloat16", 2) if torch.cuda.is_available() else ("float32", 4)
 
 
 def serve(model: str, **settings: Any) -> Any:
-    """An engine with the model's weights."""
+    """Return an engine with the model's weights."""
     prepare_environment()
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.rollout.engine_registry import make_engine
@@ -30,7 +30,7 @@ def serve(model: str, **settings: Any) -> Any:
 
 
 def requests_of(groups: Sequence[int]) -> list[Any]:
-    """Responses of many lengths to prompts of many lengths."""
+    """Return responses of many lengths to prompts of many lengths."""
     from rlhf_megatron.rollout.engine import Request
 
     return [
@@ -47,7 +47,7 @@ def requests_of(groups: Sequence[int]) -> list[Any]:
 
 
 def as_json(completions: Sequence[Any]) -> list[Any]:
-    """Completions as JSON."""
+    """Return completions as JSON."""
     return [list(dataclasses.asdict(completion).values()) for completion in completions]
 
 
@@ -58,7 +58,8 @@ def sampling() -> Any:
 
 
 def replicas(model: str) -> dict[str, Any]:
-    """Two replicas of one rank: all groups by the queue and by a static split, then enough of them, then the rest."""
+    """Run two replicas of one rank: all groups by the queue and by a static split, then enough of them, then the
+    rest."""
     from rlhf_megatron.rollout.work_queue import WorkQueues
 
     engine, rank = serve(model, max_num_seqs=4, kv_cache_gb=0.0625), dist.get_rank()
@@ -104,7 +105,7 @@ def replicas(model: str) -> dict[str, Any]:
 
 
 def lockstep(model: str, tensor: int) -> dict[str, Any]:
-    """One replica of ``tensor`` ranks with a cache that holds few sequences: what each rank did."""
+    """Run one replica of ``tensor`` ranks with a cache that holds few sequences: what each rank did."""
     from rlhf_megatron.compat.vllm import internals
     from rlhf_megatron.rollout.work_queue import WorkQueue
 

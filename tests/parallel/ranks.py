@@ -8,7 +8,7 @@
     def test_add() -> None:
         assert run_ranks(add, world_size=2, arguments={"amount": 1}) == [3.0, 3.0]
 
-Import it as `from parallel.ranks import run_ranks`. This file is also what each rank runs.
+Import it as ``from parallel.ranks import run_ranks``. This file is also what each rank runs.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def run_ranks(
     timeout: float = 300.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run `target` on `world_size` ranks and return what each rank returned, in rank order.
+    """Run ``target`` on ``world_size`` ranks and return what each rank returned, in rank order.
 
-    `target` is a top-level function, "path/to/file.py:function", "module:function", or a script's Path. A function is
-    called with `arguments` as keywords inside an initialised gloo group; arguments and results travel as JSON. A script
-    gets `arguments` as its command line and no group; it may hand over a result with `write_result`, else it is None.
-    Scripts, and functions where there is a GPU, run under torchrun; with fewer GPUs than ranks, ranks share them. On
-    CPUs the ranks of a function are forks of one process (see nursery) that has done the imports, with torchrun's
-    variables and store.
+    ``target`` is a top-level function, "path/to/file.py:function", "module:function", or a script's Path. A function is
+    called with ``arguments`` as keywords inside an initialised gloo group; arguments and results travel as JSON. A
+    script gets ``arguments`` as its command line and no group; it may hand over a result with ``write_result``, else it
+    is None. Scripts, and functions where there is a GPU, run under torchrun; with fewer GPUs than ranks, ranks share
+    them. On CPUs the ranks of a function are forks of one process (see nursery) that has done the imports, with
+    torchrun's variables and store.
 
-    Raises RuntimeError with everything the ranks printed if one fails or `timeout` seconds pass; then every process
+    Raises RuntimeError with everything the ranks printed if one fails or ``timeout`` seconds pass; then every process
     that was started is killed.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -106,7 +106,7 @@ def free_port() -> int:
 def _rank_command(
     target: Callable[..., Any] | str | Path, arguments: Mapping[str, Any] | Sequence[str] | None, file: Path
 ) -> list[str]:
-    """The arguments of a function go by the file: those of many cases are more than a command line may have."""
+    """Return the arguments of a function go by the file: those of many cases are more than a command line may have."""
     if isinstance(target, Path):
         return [__file__, "script", str(target), *(arguments or [])]
     if callable(target):
@@ -186,7 +186,8 @@ def _import_target(module: str) -> ModuleType:
 
 
 def _run_forks(target: str, arguments: str, world_size: int, port: int) -> int:
-    """The ranks as forks of this process; when one fails the others are ended, as torchrun does. Returns the status."""
+    """Return the ranks as forks of this process; when one fails the others are ended, as torchrun does. Returns the
+    status."""
     prepare_environment()
     _import_target(target.rpartition(":")[0])
     import torch.distributed as dist
@@ -212,7 +213,7 @@ def _run_forks(target: str, arguments: str, world_size: int, port: int) -> int:
 
 
 def _be_a_fork(target: str, arguments: str, rank: int, world_size: int, port: int) -> None:
-    """Does a rank's part and ends the process."""
+    """Do a rank's part and end the process."""
     status = 1
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in names.items()}
@@ -230,7 +231,7 @@ def _be_a_fork(target: str, arguments: str, rank: int, world_size: int, port: in
 
 
 def _share_gpus() -> None:
-    """Lets ranks without a GPU of their own use another's, as though they were on a node beside this one.
+    """Let ranks without a GPU of their own use another's, as though they were on a node beside this one.
 
     NCCL refuses two ranks of one node on the same GPU. Those of different nodes talk by sockets: slow, and right.
     """
@@ -267,7 +268,7 @@ def _run_function(target: str, arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    # As pytest's `pythonpath` does for the tests, so that a test's file imports the same things on a rank.
+    # As pytest's ``pythonpath`` does for the tests, so that a test's file imports the same things on a rank.
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root / "tests"), str(root / "tools" / "bench")]
     if sys.argv[1] == "function" and "RANK" not in os.environ:

@@ -55,7 +55,7 @@ def learn_and_answer(
     peer_memory: bool = False,
     lora: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """For each update: vLLM's greedy and sampled answers, the trainer's logprobs of the latter, and an export.
+    """Return for each update: vLLM's greedy and sampled answers, the trainer's logprobs of the latter, and an export.
 
     Staging is small, so that weights travel in many rounds, and some of them directly; or they are read.
     """
@@ -130,8 +130,8 @@ def learn_and_answer(
 
 
 def latent_halves(engine: VllmEngine) -> dict[str, list[Any]]:
-    """Of each half of an up projection of latents, which vLLM keeps for decoding: whether it is what the projection
-    says, and its address."""
+    """Return of each half of an up projection of latents, which vLLM keeps for decoding: whether it is what the
+    projection says, and its address."""
     found = {}
     for name, module in internals.model(engine._engine).named_modules():
         if not hasattr(module, "W_UK_T"):
@@ -145,7 +145,8 @@ def latent_halves(engine: VllmEngine) -> dict[str, list[Any]]:
 
 
 def follow_families(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """``learn_and_answer`` for several models, one after the other: the result of each, or the traceback of a failure.
+    """Run ``learn_and_answer`` for several models, one after the other: the result of each, or the traceback of a
+    failure.
 
     Engines are kept to the end, since one that is collected ends torch.distributed for the process.
     """
@@ -159,7 +160,8 @@ def follow_families(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def differ_from_loading(engine: VllmEngine, folder: Path) -> list[str]:
-    """The engine's parameters that are not, bit for bit, what vLLM's own loader makes of the files in ``folder``.
+    """Return the engine's parameters that are not, bit for bit, what vLLM's own loader makes of the files in
+    ``folder``.
 
     In the end the engine has the loaded ones, in the same places.
     """
@@ -187,7 +189,7 @@ def stored_language(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def follow_files(
     models: list[str], layouts: dict[str, dict[str, int]], rollout_layout: dict[str, Any]
 ) -> dict[str, Any]:
-    """One engine, fed by a frozen role in each of ``layouts``, whose weights come from ``models`` by turns.
+    """Run one engine, fed by a frozen role in each of ``layouts``, whose weights come from ``models`` by turns.
 
     For each layout the parameters that differ from what vLLM's own loader makes of the same files, and the version.
     """

@@ -32,7 +32,7 @@ MAX_PROMPT, MAX_RESPONSE = 80, 40
 def make_role(
     model: str, layout: dict[str, int], section: dict[str, Any], optimizer: dict[str, Any], dtype: str = "float32"
 ) -> Role:
-    """An actor that replays, with the model's weights."""
+    """Return an actor that replays, with the model's weights."""
     learning, architecture = OptimizerSection(**optimizer), read_architecture(model)
     role = Role(
         "actor",
@@ -52,7 +52,7 @@ def make_role(
 
 
 def learn(cases: dict[str, Any]) -> dict[str, Any]:
-    """``learn_by_choices`` of each case."""
+    """Run ``learn_by_choices`` of each case."""
     return {name: learn_by_choices(**case) for name, case in cases.items()}
 
 
@@ -65,7 +65,7 @@ def learn_by_choices(
     choices: list[Any],
     steps: int,
 ) -> dict[str, Any]:
-    """Logprobs of rows whose experts are given, without and with these, and updates by the given ones."""
+    """Return logprobs of rows whose experts are given, without and with these, and updates by the given ones."""
     role = make_role(model, layout, section, optimizer)
     shape = choice_shape(role.architecture)
     assert shape is not None
@@ -84,7 +84,7 @@ def learn_by_choices(
 
 
 def serve(model: str, dtype: str, **settings: Any) -> Any:
-    """An engine with the model's weights that records choices."""
+    """Return an engine with the model's weights that records choices."""
     prepare_environment()
     from rlhf_megatron.rollout.engine_registry import make_engine
 
@@ -95,8 +95,8 @@ def serve(model: str, dtype: str, **settings: Any) -> Any:
 
 
 def record(model: str, **settings: Any) -> list[Any]:
-    """Prompts of two blocks with a few responses, some of them in two parts, of which some were paused in between, and
-    some in turns with an environment: (tokens, which experts each reached)."""
+    """Return prompts of two blocks with a few responses, some of them in two parts, of which some were paused in
+    between, and some in turns with an environment: (tokens, which experts each reached)."""
     engine = serve(model, "float32", **settings)
     from rlhf_megatron.rollout.engine import Request, Sampling
     from rlhf_megatron.rollout.work_queue import WorkQueue
@@ -125,7 +125,7 @@ def record(model: str, **settings: Any) -> list[Any]:
 
 
 def mismatch(model: str, dtype: str, layout: dict[str, int], rollout: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How far trainer and rollout disagree about what the rollout sampled, with replay and without."""
+    """Return how far trainer and rollout disagree about what the rollout sampled, with replay and without."""
     engine = serve(model, dtype, **rollout)
     from rlhf_megatron.rollout.engine import Request, Sampling
 

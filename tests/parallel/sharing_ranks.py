@@ -34,7 +34,7 @@ _ENGINES: list[VllmEngine] = []  # one that is collected takes torch.distributed
 
 
 def compare_all(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """``compare`` for each case; vLLM allows one size of replicas in a process."""
+    """Run ``compare`` for each case; vLLM allows one size of replicas in a process."""
     mixture.STACK_ELEMENTS = 2**13  # so that a layer's experts are several parameters
     return {name: compare(**case) for name, case in cases.items()}
 
@@ -50,7 +50,8 @@ def compare(
     distributed: bool = True,
     beside_copies: bool = True,
 ) -> dict[str, Any]:
-    """Two engines beside one actor: one with all that can be shared, and, if asked for, one with copies of everything.
+    """Run two engines beside one actor: one with all that can be shared, and, if asked for, one with copies of
+    everything.
 
     What they answer after each of two optimizer steps, and after one parameter of the actor's was changed by hand.
     """
@@ -111,13 +112,13 @@ def compare(
 
 
 def own_memory(actors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> list[str]:
-    """Which of an engine's parameters lie in a storage of the actor's."""
+    """Return which of an engine's parameters lie in a storage of the actor's."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in actors.values()}
     return [name for name, tensor in parameters.items() if tensor.untyped_storage().data_ptr() in storages]
 
 
 def answers(engine: VllmEngine, prompts: list[list[int]]) -> list[Any]:
-    """Greedy tokens, and their logprobs."""
+    """Return greedy tokens, and their logprobs."""
     requests = [Request(row, prompt, seed=row + 1) for row, prompt in enumerate(prompts)]
     completions = engine.generate(requests, Sampling(0.0, 1.0, -1, 12, ()))
     return [[completion.token_ids, completion.logprobs] for completion in completions]

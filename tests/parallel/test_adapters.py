@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         ALL,
     ),
 }
-# Of experts, in `make grid`.
+# Of experts, in ``make grid``.
 MORE_CASES: dict[str, tuple[Case, list[str]]] = {
     "experts, one rank": (Case("qwen3_moe", False, {}), ALL),
     "experts, then parts of them": (
@@ -119,7 +119,7 @@ RANK, ALPHA = 3, 5.0
 
 
 def make_adapter(folder: Path, modules: list[str], path: Path) -> Path:
-    """An adapter by PEFT with random A and B: one that is trained; with experts one of ours."""
+    """Return an adapter by PEFT with random A and B: one that is trained; with experts one of ours."""
     if adapts_experts(folder, modules):
         architecture, adaptation = read_architecture(folder), Adaptation(RANK, ALPHA * RANK**-0.5, tuple(modules))
         draw = torch.Generator().manual_seed(3)
@@ -144,8 +144,8 @@ def adapts_experts(folder: Path, modules: list[str]) -> bool:
 
 
 def keep_gates_from_ups(model: PeftModel) -> None:
-    """PEFT has A and B of gate and up of an expert as blocks of one A and B of twice the rank. Between the blocks are
-    zeros, and here they stay there."""
+    """Keep gates from ups: PEFT has A and B of gate and up of an expert as blocks of one A and B of twice the rank.
+    Between the blocks are zeros, and here they stay there."""
     for module in model.modules():
         if isinstance(module, ParamWrapper) and module.r["default"] == 2 * RANK:
             b = module.lora_B["default"].weight
@@ -155,7 +155,7 @@ def keep_gates_from_ups(model: PeftModel) -> None:
 
 
 def given_adapter(name: str, modules: list[str], path: Path) -> dict[str, Any]:
-    """What a recipe's section says to start from it."""
+    """Return what a recipe's section says to start from it."""
     lora = {"rank": RANK, "alpha": ALPHA, "rank_stabilized": True, "target_modules": modules, "path": str(path)}
     return {"lora": lora | {"offload_base": name == "PP2"}}
 
@@ -167,7 +167,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(home: Path, request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
-    """Each case's results by rank; all cases of as many ranks share a launch."""
+    """Return each case's results by rank; all cases of as many ranks share a launch."""
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
     for name in selected_names(request):
         given, modules = (CASES | MORE_CASES)[name]

@@ -22,7 +22,8 @@ from shards import filled
 
 
 def to_whole_models(folder: str) -> dict[str, int]:
-    """From two pipeline stages to all of the model on each of two ranks: tensors that arrived right, by type."""
+    """Regather from two pipeline stages to all of the model on each of two ranks: tensors that arrived right, by
+    type."""
     a, rank = read_architecture(folder), dist.get_rank()
     with CheckpointFiles(folder, a) as files:
         tensors = {name: files.read(name, ()) for name in tensor_shapes(a)}

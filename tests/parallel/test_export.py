@@ -42,7 +42,7 @@ ADAPTATION = Adaptation(4, 2.0, ("q_proj", "down_proj"))
 
 
 def held_by(architecture: Architecture, layout: Layout, model: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """This rank's parameters in a layout, as the files of ``model`` have them."""
+    """Return this rank's parameters in a layout, as the files of ``model`` have them."""
     blocks = megatron_blocks(architecture, layout, dist.get_rank(), "local")
     kinds = {each.parameter: torch.float32 if stays_float32(each.tensor) else dtype for each in blocks}
     parameters = {name: torch.empty(shape, dtype=kinds[name]) for name, shape in parameter_shapes(blocks).items()}
@@ -52,7 +52,7 @@ def held_by(architecture: Architecture, layout: Layout, model: str, dtype: torch
 
 
 def export(model: str, folder: Path, layout: dict[str, int], dtype: torch.dtype, **changed: float) -> None:
-    """Exports ``model`` from the ranks of a layout; on this one a parameter is ``changed``, if it has that."""
+    """Export ``model`` from the ranks of a layout; on this one a parameter is ``changed``, if it has that."""
     architecture, ranks = read_architecture(model), range(dist.get_world_size())
     parameters = held_by(architecture, Layout(**layout), model, dtype)
     for name in parameters.keys() & changed.keys():
@@ -62,7 +62,7 @@ def export(model: str, folder: Path, layout: dict[str, int], dtype: torch.dtype,
 
 
 def export_factors(model: str, folder: Path, layout: dict[str, int]) -> None:
-    """Exports new adapters of ``model`` from the ranks of a layout."""
+    """Export new adapters of ``model`` from the ranks of a layout."""
     architecture, of_ranks = read_architecture(model), range(dist.get_world_size())
     blocks = adapter_blocks(architecture, ADAPTATION, adapter_layout(Layout(**layout)), dist.get_rank())
     held = {name: torch.empty(shape) for name, shape in parameter_shapes(blocks).items()}
@@ -72,7 +72,7 @@ def export_factors(model: str, folder: Path, layout: dict[str, int]) -> None:
 
 
 def export_all(cases: list[list[Any]], home: str) -> list[str]:
-    """Exports each (model, layout's name, type); returns this rank's errors of what must fail, in order."""
+    """Export each (model, layout's name, type); return this rank's errors of what must fail, in order."""
     hugging_face.PORTION_BYTES = 1 << 16
     torch.set_num_threads(1)
     for model, layout, dtype in cases:
@@ -99,7 +99,7 @@ def export_all(cases: list[list[Any]], home: str) -> list[str]:
 
 
 def written_alone(model: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the model's weights in one process, tensor after tensor."""
+    """Write the model's weights in one process, tensor after tensor."""
     architecture = read_architecture(model)
     with CheckpointFiles(model, architecture) as files:
         ordered = sorted(whole_blocks(architecture), key=lambda block: stays_float32(block.tensor))
@@ -163,7 +163,7 @@ class Dying(dict[str, torch.Tensor]):
 
 
 def die_in_an_export(model: str, folder: str) -> None:
-    """Exports ``model`` whole, and then again with a last rank that dies."""
+    """Export ``model`` whole, and then again with a last rank that dies."""
     architecture, layout = read_architecture(model), LAYOUTS["pipeline"]
     hugging_face.PORTION_BYTES = 1 << 16
     export(model, Path(folder), layout, torch.float32)
@@ -187,13 +187,13 @@ def test_a_rank_that_dies_leaves_the_earlier_export(tmp_path: Path) -> None:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process by a field of /proc/self/status."""
+    """Return bytes of this process by a field of /proc/self/status."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def most_memory(small: str, model: str, folder: str) -> dict[str, int]:
-    """Bytes that an export took at most on this rank, beside its parameters; those that a writer may have."""
+    """Return bytes that an export took at most on this rank, beside its parameters; those that a writer may have."""
     export(small, Path(folder), {"tensor": 2}, torch.float32)  # what the first one takes for good
     architecture, layout = read_architecture(model), Layout(tensor=2)
     hugging_face.PORTION_BYTES, shard_bytes = 1 << 20, 8 << 20

@@ -1,6 +1,6 @@
 """Model families and their parts in several layouts against transformers and torch.optim.AdamW, in float32.
 
-`make test` runs a sample of the cases, `make grid` the rest.
+``make test`` runs a sample of the cases, ``make grid`` the rest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM beside the trainer, family by family: after each of three updates and regatherings both are one model.
 
-Many models share a launch, each with an engine of its own. `make test` runs a sample, `make grid` the rest.
+Many models share a launch, each with an engine of its own. ``make test`` runs a sample, ``make grid`` the rest.
 """
 
 from __future__ import annotations
@@ -217,7 +217,8 @@ def test_vllm_follows_the_trainer(name: str, results: Launches, record_property:
 
 
 def check_latent_halves(updates: Sequence[Mapping[str, Any]], has_latents: bool) -> None:
-    """Tensors that vLLM derives of latents' up projections are of the last update, where CUDA graphs know them."""
+    """Check that tensors that vLLM derives of latents' up projections are of the last update, where CUDA graphs know
+    them."""
     for result in updates:
         assert bool(result["latent"]) == has_latents
         assert all(is_right for is_right, _ in result["latent"].values())
@@ -225,7 +226,7 @@ def check_latent_halves(updates: Sequence[Mapping[str, Any]], has_latents: bool)
 
 
 def differences(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The largest and the median difference of the engine's logprobs and the trainer's."""
+    """Return the largest and the median difference of the engine's logprobs and the trainer's."""
     of_engine, of_trainer = (
         torch.tensor([value for result in updates for value in result[f"{which}_logprobs"]])
         for which in ("rollout", "trainer")
@@ -235,6 +236,6 @@ def differences(updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def share_beyond(level: float, these: list[float], those: list[float]) -> float:
-    """The share of tokens whose two logprobs differ by more than ``level``, or are no numbers."""
+    """Return the share of tokens whose two logprobs differ by more than ``level``, or are no numbers."""
     is_near = (torch.tensor(these) - torch.tensor(those)).abs() <= level
     return 1.0 - float(is_near.float().mean())

@@ -20,7 +20,7 @@ UPDATES = 2
 
 
 def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[str, Any]:
-    """Greedy answers with the weights of one model after the other, by a fresh engine for each way."""
+    """Return greedy answers with the weights of one model after the other, by a fresh engine for each way."""
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
@@ -56,13 +56,14 @@ def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[s
 
 
 def rounded(values: Tensor) -> Tensor:
-    """What e4m3 with one scale for each row leaves of [n, m]."""
+    """Return what e4m3 with one scale for each row leaves of [n, m]."""
     scale = values.abs().amax(1, keepdim=True) / LARGEST
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def quantized_model(folder: Path) -> Any:
-    """The folder's model, whose linear layers round their weights and what they are given; not the output layer."""
+    """Return the folder's model, whose linear layers round their weights and what they are given; not the output
+    layer."""
     model = load_model(folder)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and name != "lm_head":
@@ -72,13 +73,13 @@ def quantized_model(folder: Path) -> Any:
 
 
 def make_models(home: Path, family: str) -> list[Path]:
-    """The models whose weights follow each other."""
+    """Return the models whose weights follow each other."""
     folders = [home / f"{family}-{update}" for update in range(UPDATES)]
     return [make_model(each, family, tied=False, seed=seed, **FAMILIES[family]) for seed, each in enumerate(folders)]
 
 
 def differences(folder: Path, answered: list[Any]) -> tuple[Tensor, Tensor]:
-    """Of the answers' logprobs from those of the folder's model, quantized and in full."""
+    """Return differences of the answers' logprobs from those of the folder's model, quantized and in full."""
     prompts = random_rows(16, 250, seed=3)[0]
     of_rollout = torch.tensor([value for _, logprobs in answered for value in logprobs])
     with torch.no_grad():

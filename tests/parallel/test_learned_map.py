@@ -70,7 +70,7 @@ WIDE = "qwen2_of_wide_heads"  # whose head_dim is not hidden_size / num_attentio
 
 @pytest.fixture(scope="module")
 def maps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models and the maps of all families, learned in one process."""
+    """Return a folder with the models and the maps of all families, learned in one process."""
     folder = tmp_path_factory.mktemp("maps")
     for family in ALL:
         make_model(folder / family, family, tied=family in TIED, **OTHERWISE.get(family, WIDTH))
@@ -136,7 +136,7 @@ def test_a_model_that_the_engine_would_read_in_part_is_refused(maps: Path) -> No
 
 
 class Model(nn.Module):
-    """One parameter of 4 x 6, filled from a checkpoint's tensors by `load`."""
+    """One parameter of 4 x 6, filled from a checkpoint's tensors by ``load``."""
 
     def __init__(self, load: Callable[[Tensor, dict[str, Tensor]], None]) -> None:
         super().__init__()

@@ -66,8 +66,8 @@ def test_fifty_cycles_leak_nothing(tmp_path: Path) -> None:
 
 
 def check_cycles(folder: Path, world: int, dtype: str) -> None:
-    """What a process has in its last cycles is what it had in earlier ones, but for what allocators hold back at the
-    moment; one that kept a copy of its model in each would have 30 times 4 MB more."""
+    """Check that what a process has in its last cycles is what it had in earlier ones, but for what allocators hold
+    back at the moment; one that kept a copy of its model in each would have 30 times 4 MB more."""
     arguments = {
         "model": str(make_model(folder / "model", vocabulary=16000)),
         "rows": list(random_rows(6, 16000)),

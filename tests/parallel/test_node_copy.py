@@ -40,12 +40,12 @@ def filled(files: CheckpointFiles, blocks: list[Block]) -> dict[str, torch.Tenso
 
 
 def read_bytes_by_calls() -> int:
-    """Bytes that this process has read by calls so far, of files and pipes; what is mapped is not among them."""
+    """Return bytes that this process has read by calls so far, of files and pipes; what is mapped is not among them."""
     return int(psutil.Process().io_counters().read_chars)
 
 
 def read_ways(models: dict[str, str]) -> dict[str, Any]:
-    """Of each case, what this rank read; and what is said of a file that ends early."""
+    """Return of each case what this rank read, and what is said of a file that ends early."""
     found: dict[str, Any] = {}
     for name, (family, degrees) in CASES.items():
         folder = Path(models[family])

@@ -53,7 +53,7 @@ CASES |= {name: (case._replace(grid=True), keys) for name, (case, keys) in IN_GR
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
-    """Each case's differences by rank; all cases of as many ranks share a launch."""
+    """Return each case's differences by rank; all cases of as many ranks share a launch."""
     home = tmp_path_factory.mktemp("overlap")
     cases: dict[int, dict[str, Any]] = {}
     for name in selected_names(request):

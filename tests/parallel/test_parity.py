@@ -102,7 +102,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(home: Path) -> dict[str, list[dict[str, Any]]]:
-    """Each case's results by rank; all cases of as many ranks share a launch."""
+    """Return each case's results by rank; all cases of as many ranks share a launch."""
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}, 4: {}}
     for name, given in TRANSFORMERS.items():
         cases[given.ranks][name] = prepared(home, name, given)

@@ -45,7 +45,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(arguments: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each head on one rank, with nothing beside it; the frozen ones are the models as they were."""
+    """Return each head on one rank, with nothing beside it; the frozen ones are the models as they were."""
     found = {}
     for name, about in (("actor", ACTOR), ("critic", CRITIC), ("reference", REFERENCE), ("reward_model", REWARD_MODEL)):
         roles = {name: about | {"layout": {}, "ranks": [0]}}

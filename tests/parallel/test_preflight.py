@@ -47,7 +47,7 @@ def write_data(path: Path, rows: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe with its model and data, and in other/ the same model beside data that differ."""
+    """Return a recipe with its model and data, and in other/ the same model beside data that differ."""
     path = tmp_path_factory.mktemp("preflight")
     write_bpe_tokenizer(make_model(path / "model", vocabulary=400))
     write_data(path / "train.parquet", rows=4)
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preflights(folder: str) -> None:
-    """Several preflights and health checks in one world; the last of them leaves the world in pieces."""
+    """Run several preflights and health checks in one world; the last of them leaves the world in pieces."""
     os.chdir(folder)
     rank, results = dist.get_rank(), {}
     recipe = load_recipe("recipe.yaml")
@@ -118,13 +118,13 @@ def preflights(folder: str) -> None:
 
 
 def begin(name: str) -> None:
-    """Gives the next preflight keys of its own, as a restart by torchrun would, when all ranks are there."""
+    """Give the next preflight keys of its own, as a restart by torchrun would, when all ranks are there."""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = name
     dist.barrier()
 
 
 def gradients() -> list[str]:
-    """What all ranks say of one rank's and of all ranks' bad gradients."""
+    """Return what all ranks say of one rank's and of all ranks' bad gradients."""
     layer = torch.nn.Linear(2, 2)
     layer.weight.grad, layer.bias.grad = torch.zeros(2, 2), torch.zeros(2)
     texts = [describe_nonfinite(nonfinite_gradients(layer.named_parameters()))]
@@ -137,7 +137,7 @@ def gradients() -> list[str]:
 
 
 def health() -> Result:
-    """A rule that speaks on one rank's memory stops all; rank 0 alone follows what is the same everywhere."""
+    """Have a rule that speaks on one rank's memory stop all; rank 0 alone follows what is the same everywhere."""
     rank, told = dist.get_rank(), []
     rules = [
         HealthRuleSection(metric="reward/mean", when="below", value=0.5),
@@ -153,7 +153,7 @@ def health() -> Result:
 
 
 def clocks() -> list[Result]:
-    """Ranks 1 and 2 as another host, whose clock is 5000 s ahead."""
+    """Check the clocks of ranks 1 and 2 as another host, whose clock is 5000 s ahead."""
     host, ahead = ("this", 0.0) if dist.get_rank() == 0 else ("other", 5000.0)
     return [dataclasses.asdict(clock) for clock in measure_clocks(host, lambda: time.perf_counter() + ahead)]
 
@@ -167,7 +167,7 @@ def checks_in(path: Path) -> dict[str, Result]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[Result]:
-    """What each rank found, from one start."""
+    """Return what each rank found, from one start."""
     return run_ranks(preflights, WORLD, {"folder": str(folder)}, timeout=300.0)
 
 

@@ -21,7 +21,7 @@ REFUSED = {
     "Qwen3-32B-FP8-Static-PerTensor": "quantization_config is",
 }
 ACCEPTED = sorted(PUBLISHED.keys() - REFUSED.keys())
-IN_TESTS = ("Qwen3-0.6B", "DeepSeek-R1")  # of `make test`
+IN_TESTS = ("Qwen3-0.6B", "DeepSeek-R1")  # of ``make test``
 AS = {"kimi_k2": "deepseek_v3"}  # what transformers reads a model as that it does not know
 ROWS = random_rows(7, VOCABULARY)
 

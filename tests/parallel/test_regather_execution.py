@@ -34,7 +34,7 @@ DAMAGED = 3  # the transfer that is damaged on rank 1
 
 
 class Operations(TorchDispatchMode):
-    """Notes what torch does."""
+    """Record of what torch does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Operations(TorchDispatchMode):
 
 
 class DamagedTransport(PointToPoint):
-    """Flips a bit of what arrives in one transfer of many."""
+    """Transport that flips a bit of what arrives in one transfer of many."""
 
     def __init__(self) -> None:
         self.transfers = 0
@@ -63,7 +63,7 @@ class DamagedTransport(PointToPoint):
 
 
 def sides(a: Architecture) -> tuple[ShardSpec, ShardSpec]:
-    """From TP2 to a replica on each of two ranks."""
+    """Return both sides, from TP2 to a replica on each of two ranks."""
     return trainer_shards(a, Layout(2), range(2)), rollout_shards(a, 1, range(2))
 
 
@@ -72,7 +72,8 @@ def shards(blocks: Sequence[Any], tensors: dict[str, Tensor], dtype: torch.dtype
 
 
 def many_regatherings() -> dict[str, Any]:
-    """200 times other weights into the same storage, a poisoned one; then with a cast, and with damage on the way."""
+    """Regather 200 times other weights into the same storage, a poisoned one; then with a cast, and with damage on the
+    way."""
     a, rank = architecture(tied=False), dist.get_rank()
     sources, wanted = sides(a)
     plan = plan_regather(sources, wanted, rank)
@@ -103,7 +104,7 @@ def many_regatherings() -> dict[str, Any]:
 def casts_as_torch_does(
     a: Architecture, plan: RankPlan, held: dict[str, Tensor], blocks: Sequence[Any], tensors: dict[str, Tensor]
 ) -> bool:
-    """Float32 in the trainer, bfloat16 in the rollout, with padded rows."""
+    """Regather float32 in the trainer, bfloat16 in the rollout, with padded rows."""
     expected = shards(blocks, tensors, torch.bfloat16)
     targets = {name: torch.full_like(value, torch.nan) for name, value in expected.items()}
     rows = targets["lm_head.weight"]
@@ -114,7 +115,7 @@ def casts_as_torch_does(
 
 
 def what_damage_says(plan: RankPlan, held: dict[str, Tensor], targets: dict[str, Tensor]) -> str:
-    """The error of a check after a regathering that was damaged."""
+    """Return the error of a check after a regathering that was damaged."""
     regather = Regather(plan, torch.float32, "cpu", DamagedTransport(), staging_bytes=STAGING)
     regather.run(held, targets)
     try:
@@ -137,7 +138,7 @@ def test_weights_that_change_two_hundred_times() -> None:
 
 
 def over_two_hosts() -> dict[str, Any]:
-    """Ranks 2 and 3 are to be another host: what they lack comes once, and they forward it to each other."""
+    """Regather where ranks 2 and 3 are another host: what they lack comes once, and they forward it to each other."""
     a, rank = architecture(tied=False), dist.get_rank()
     sources, wanted = trainer_shards(a, Layout(2), range(2)), rollout_shards(a, 1, range(4))
     plan = plan_regather(sources, wanted, rank, hosts=2)
@@ -180,7 +181,8 @@ def test_a_host_receives_once_and_forwards() -> None:
 
 
 def read_from(folder: str) -> dict[str, Any]:
-    """Both ranks read from each other in memory that they share, as GPUs of one host do; then one's weights move."""
+    """Have both ranks read from each other in memory that they share, as GPUs of one host do; then one's weights
+    move."""
     a, rank = architecture(tied=False), dist.get_rank()
     sources, wanted = sides(a)
     plan = plan_regather(sources, wanted, rank)
@@ -211,7 +213,7 @@ def read_from(folder: str) -> dict[str, Any]:
 
 
 def in_files(folder: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of these shapes in files that all ranks map."""
+    """Return tensors of these shapes in files that all ranks map."""
     return {
         name: torch.from_file(f"{folder}/{rank}-{name}", shared=True, size=value.numel()).view(value.shape)
         for name, value in tensors.items()
@@ -236,7 +238,7 @@ def different_plans() -> str:
 
 
 def little_memory() -> dict[str, Any]:
-    """A second rank that may take 100 MB more, and buffers of 256 MB."""
+    """Return a second rank that may take 100 MB more, and buffers of 256 MB."""
     a = architecture(tied=False, vocabulary=4_000_000, layers=1)
     plan = plan_regather(*sides(a), dist.get_rank())
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -249,7 +251,7 @@ def little_memory() -> dict[str, Any]:
 
 
 def failures() -> list[Any]:
-    """Different plans, little memory, and last a rank that ends in the middle of it all."""
+    """Return failures of different plans, little memory, and last a rank that ends in the middle of it all."""
     found = [different_plans(), little_memory()]
     a, rank = architecture(), dist.get_rank()
     sources, wanted = sides(a)

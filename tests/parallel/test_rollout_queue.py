@@ -26,12 +26,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(model: Path) -> list[dict[str, Any]]:
-    """What two replicas found, each on its own rank."""
+    """Return what two replicas found, each on its own rank."""
     return run_ranks(replicas, 2, {"model": str(model)})
 
 
 def of_both(found: list[dict[str, Any]], name: str) -> dict[int, list[Any]]:
-    """The completions of both replicas by row, of which none comes twice."""
+    """Return the completions of both replicas by row, of which none comes twice."""
     completions = [completion for result in found for completion in result[name]]
     by_row = {completion[ROW]: completion for completion in completions}
     assert len(by_row) == len(completions)

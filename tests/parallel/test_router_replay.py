@@ -43,7 +43,7 @@ CASES = {
 
 
 def random_choices(lengths: Sequence[int], routers: Sequence[Any], seed: int) -> list[Tensor]:
-    """Experts for each token in each layer, whatever a router would say; of some tokens nothing is known."""
+    """Return experts for each token in each layer, whatever a router would say; of some tokens nothing is known."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for length in lengths:
@@ -55,7 +55,7 @@ def random_choices(lengths: Sequence[int], routers: Sequence[Any], seed: int) ->
 
 
 def routers_of(model: Any) -> list[Any]:
-    """The routers of transformers' model, in the order of their layers."""
+    """Return the routers of transformers' model, in the order of their layers."""
     names = "topkrouter", "moev1gate"  # as transformers before 5.19 calls that of Hunyuan
     return [module for module in model.modules() if type(module).__name__.lower().endswith(names)]
 

@@ -30,7 +30,7 @@ def rows_of(ids: list[int]) -> RolloutBatch:
 
 
 def move() -> dict[str, Any]:
-    """Two homes of two data-parallel ranks: ranks 0 and 1, 2 and 3; and ranks 3 and 1."""
+    """Return two homes of two data-parallel ranks: ranks 0 and 1, 2 and 3; and ranks 3 and 1."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     rows = gather_rows(rows_of(HELD[rank]))
@@ -63,7 +63,7 @@ def test_rows_come_to_all_ranks_of_their_home() -> None:
 
 
 def mix_up() -> str:
-    """Rank 0 sends another row than it should, and then one whose mask is another."""
+    """Have rank 0 send another row than it should, and then one whose mask is another."""
     rank, problems = dist.get_rank(), []
     rows = gather_rows(rows_of([3, 5] if rank == 0 else []))
     home = Home((), (1,), 0 if rank == 1 else None)

@@ -1,6 +1,6 @@
 """A prompt once for the rows that begin with it, in several layouts, against transformers with each row by itself.
 
-`make test` runs a sample of the cases, `make grid` the rest.
+``make test`` runs a sample of the cases, ``make grid`` the rest.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Each case's results by rank; all cases of as many ranks, and as many of a replica, share a launch."""
+    """Return each case's results by rank; all cases of as many ranks, and as many of a replica, share a launch."""
     cases: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
     rows, prompts = list(random_rows(9, 250)), random_rows(5, 250, seed=3)[0]
     for name, case in CASES.items():
@@ -112,7 +112,7 @@ def test_answers_are_those_of_copies_to_the_bit(name: str, results: dict[str, li
 
 
 def add_a_needless_head(folder: Path) -> None:
-    """Writes the output layer of tied embeddings down again, as some tools do; vLLM would then untie them."""
+    """Write the output layer of tied embeddings down again, as some tools do; vLLM would then untie them."""
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -18,7 +18,7 @@ from rlhf_megatron.topology.team import make_team, whole_world, world_of_their_o
 
 
 def exchange_in_two_teams() -> dict[str, Any]:
-    """Rank 0 and ranks 1 and 2, which do not wait for each other."""
+    """Exchange on rank 0, and on ranks 1 and 2, which do not wait for each other."""
     teams = [make_team([0], 1.0), make_team([1, 2], 1.0)]
     own = next(team for team in teams if team.here)
     rank = dist.get_rank()
@@ -52,7 +52,7 @@ def test_teams_exchange_among_themselves() -> None:
 
 
 def take_a_part_for_the_world() -> dict[str, Any]:
-    """Ranks 1 and 2 make groups as a library does that believes to be alone; then all ranks make one more."""
+    """Have ranks 1 and 2 make groups as a library does that believes to be alone; then all ranks make one more."""
     found: dict[str, Any] = {}
     with world_of_their_own([1, 2] if dist.get_rank() else []):
         if dist.get_world_size() == 2:
@@ -100,7 +100,7 @@ def groups_made() -> list[int]:
 
 
 def shared_memory_of_a_replica() -> str:
-    """vLLM's names of the shared memory of a replica of two ranks, of two on this host."""
+    """Return vLLM's names of the shared memory of a replica of two ranks, of two on this host."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     from rlhf_megatron.compat.vllm import cpu

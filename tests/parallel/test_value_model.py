@@ -144,7 +144,7 @@ def test_the_head_of_a_cut_sequence_has_the_whole_gradient_in_parts() -> None:
 
 
 def scores_of_conversations(model: Any, tokenizer_folder: Path) -> Tensor:
-    """What transformers says of the conversations in the reward model's own chat template."""
+    """Return what transformers says of the conversations in the reward model's own chat template."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     rows = [
         tokenizer.apply_chat_template(
@@ -156,12 +156,12 @@ def scores_of_conversations(model: Any, tokenizer_folder: Path) -> Tensor:
 
 
 def each(of_row: Callable[..., Tensor], model: Any, rows: list[Any]) -> Tensor:
-    """What transformers says of every row, one after the other."""
+    """Return what transformers says of every row, one after the other."""
     return torch.cat([of_row(model, p, r).reshape(-1) for p, r in zip(*rows, strict=True)])
 
 
 def pair_loss(scores: Tensor, margins: list[float]) -> Tensor:
-    """Bradley-Terry as cross-entropy: the chosen response against the rejected one with its margin added."""
+    """Return Bradley-Terry as cross-entropy: the chosen response against the rejected one with its margin added."""
     pairs = scores.view(-1, 2) + torch.tensor([[0.0, margin] for margin in margins])
     return functional.cross_entropy(pairs, torch.zeros(len(pairs), dtype=torch.int64))
 
@@ -169,7 +169,7 @@ def pair_loss(scores: Tensor, margins: list[float]) -> Tensor:
 def check_updates(
     updates: list[dict[str, float]], model: Any, loss: Callable[[], Tensor], exported: Path
 ) -> list[dict[str, float]]:
-    """Losses, gradient norms, and every weight of the export afterwards."""
+    """Return losses, gradient norms, and every weight of the export afterwards."""
     losses, norms = optimise(model, loss, STEPS, LEARNING_RATE, CLIP, OPTIMIZER["epsilon"])
     assert [update["loss"] for update in updates] == pytest.approx(losses, abs=1e-5)
     assert [update["grad_norm"] for update in updates] == pytest.approx(norms, rel=1e-5)
@@ -182,7 +182,7 @@ def check_updates(
 
 
 def check_import_and_export(folder: Path, imported: Path) -> None:
-    """What was read and written without a step is the same, to the bit, and says what it is."""
+    """Check that what was read and written without a step is the same, to the bit, and says what it is."""
     before, after = load_file(folder / "model.safetensors"), load_file(imported / "model.safetensors")
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)

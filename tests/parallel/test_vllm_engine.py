@@ -16,7 +16,7 @@ MAX_PROMPT, MAX_RESPONSE = 48, 16
 
 
 def answers(model: str, tensor: int) -> dict[str, Any]:
-    """Tokens and logprobs, greedy and sampled, from replicas of ``tensor`` ranks; run on every rank."""
+    """Return tokens and logprobs, greedy and sampled, from replicas of ``tensor`` ranks; run on every rank."""
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()

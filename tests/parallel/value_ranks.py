@@ -36,7 +36,7 @@ from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
 def squared_error(values: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The plainest objective of a critic."""
+    """Return the plainest objective of a critic."""
     return ((values - fields["returns"]).square() * fields["weights"]).sum(), {}
 
 
@@ -44,7 +44,7 @@ def make_role(
     model: str, layout: dict[str, int], head: Head, section: dict[str, Any], optimizer: dict[str, Any] | None,
     steps: int, dtype: str, shares_prompts: bool = False,
 ) -> Role:  # fmt: skip
-    """A role on all ranks with the weights of ``model``; it learns if there is an ``optimizer``."""
+    """Return a role on all ranks with the weights of ``model``; it learns if there is an ``optimizer``."""
     architecture = read_architecture(model).with_head(head)
     role = Role(
         f"{head} {layout}",
@@ -66,7 +66,7 @@ def make_role(
 def learn_from_values(
     model: str, layout: dict[str, int], rows: list[Any], optimizer: dict[str, Any], shares_prompts: bool
 ) -> dict[str, Any]:
-    """A critic's values before and after two updates, and the norms of their gradients."""
+    """Return a critic's values before and after two updates, and the norms of their gradients."""
     role = make_role(model, layout, "scalar", {"tokens_per_gpu": 70}, optimizer, 2, "float32", shares_prompts)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
@@ -82,7 +82,7 @@ def learn_scalars(
     steps: int, rows: list[Any], returns: list[float], pairs: list[Any], margins: list[float], folder: str, actor: str,
     rollouts: dict[str, Any], dtype: str = "float32",
 ) -> dict[str, Any]:  # fmt: skip
-    """For each name: a critic and a reward model of that layout from that classifier, which compute and learn.
+    """Return for each name: a critic and a reward model of that layout from that classifier, which compute and learn.
 
     Beside them all a language model ``actor`` in the last layout computes logprobs.
     """
@@ -122,7 +122,7 @@ def score_rollouts(
     judge: Role, conversations: list[Any], answers: list[str], policy_tokenizer: str, chat_template: str,
     judge_tokenizer: str,
 ) -> Tensor:  # fmt: skip
-    """Scores of rollouts that are in the policy's tokens, each ended by its end token."""
+    """Return scores of rollouts that are in the policy's tokens, each ended by its end token."""
     ranks = tuple(judge.ranks)
     data = judge.layout.coordinates(judge.shard.position).data
     leaders = tuple(ranks[judge.layout.position(0, each, 0)] for each in range(judge.layout.data))
@@ -146,7 +146,7 @@ def score_rollouts(
 
 
 def head_over_a_cut_sequence(hidden: list[Any], weight: list[float], push: list[float]) -> dict[str, list[float]]:
-    """A scalar head whose input is cut over the ranks' sequence, as Transformer Engine's layers leave it.
+    """Return a scalar head whose input is cut over the ranks' sequence, as Transformer Engine's layers leave it.
 
     hidden [t, h]; the loss is the sum of ``push`` [t] times the values. Returns all values, the gradient of this rank's
     part of ``hidden``, and this rank's part of the weight's gradient, which Megatron sums over what is marked.
@@ -162,14 +162,14 @@ def head_over_a_cut_sequence(hidden: list[Any], weight: list[float], push: list[
 
 
 def learn_values(critic: Role, batch: RolloutBatch, returns: list[float]) -> dict[str, float]:
-    """One step towards ``returns``, one for each sampled token."""
+    """Take one step towards ``returns``, one for each sampled token."""
     targets = torch.zeros(len(batch.tokens)).masked_scatter(batch.response_mask, torch.tensor(returns))
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
     return update(critic, batch, {"returns": targets, "weights": weights}, squared_error)
 
 
 def learn_scores(judge: Role, batch: RolloutBatch, margins: list[float]) -> dict[str, float]:
-    """One step of the Bradley-Terry loss; the rows are pairs."""
+    """Take one step of the Bradley-Terry loss; the rows are pairs."""
     fields = {
         "margins": torch.tensor(margins).repeat_interleave(2),
         "weights": torch.full([batch.rows], 2 / batch.rows),
@@ -178,7 +178,7 @@ def learn_scores(judge: Role, batch: RolloutBatch, margins: list[float]) -> dict
 
 
 def export(role: Role, folder: Path, companions: str) -> None:
-    """Writes the role as a Hugging Face folder."""
+    """Write the role as a Hugging Face folder."""
     parameters = role.parameters()
     files = Companions(Path(companions))
     export_weights(folder, files, role.architecture, role.shard_spec(), parameters, torch.float32, role.device)

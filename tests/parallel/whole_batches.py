@@ -1,6 +1,6 @@
 """Roles asked about batches of which every rank has all: each data-parallel rank does its share, all get all outputs.
 
-Import it as `from parallel.whole_batches import ...`. No test lives here.
+Import it as ``from parallel.whole_batches import ...``. No test lives here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhf_megatron.roles.role import Role
 
 
 def logprobs(role: Role | PlacedRole, batch: RolloutBatch, method: str = "logprobs") -> TokenOutputs:
-    """``Role.logprobs``, or ``base_logprobs``, of all rows on every rank."""
+    """Return ``Role.logprobs``, or ``base_logprobs``, of all rows on every rank."""
     local = role.local if isinstance(role, PlacedRole) else role
     outputs = torch.zeros(2, len(batch.tokens))
     if local:
@@ -28,13 +28,13 @@ def logprobs(role: Role | PlacedRole, batch: RolloutBatch, method: str = "logpro
 
 
 def values(role: Role, batch: RolloutBatch) -> Tensor:
-    """``Role.values`` of all rows on every rank."""
+    """Return ``Role.values`` of all rows on every rank."""
     rows = role.own_rows(batch.lengths)
     return _on_all_tokens(role, batch, rows, role.values(batch.select(rows))[None])[0]
 
 
 def scores(role: Role | PlacedRole, batch: RolloutBatch) -> Tensor:
-    """``Role.scores`` of all rows on every rank."""
+    """Return ``Role.scores`` of all rows on every rank."""
     local = role.local if isinstance(role, PlacedRole) else role
     found = torch.zeros(batch.rows)
     if local:
@@ -52,7 +52,7 @@ def update(
     rows_together: int = 1,
     **how: Any,
 ) -> dict[str, float]:
-    """``Role.update`` on all rows; ``fields`` are [T] each, or [R]."""
+    """Do ``Role.update`` on all rows; ``fields`` are [T] each, or [R]."""
     local = role.local if isinstance(role, PlacedRole) else role
     if local is None:
         return {}

@@ -189,7 +189,7 @@ def play(folder: Path, program: AgentProgram) -> Play:
     tokenizer = load_tokenizer(folder)
 
     def played(lines: dict[str, Sequence[str]], **agent: Any) -> Played:
-        """The rows of programs, two trajectories of which the first does something."""
+        """Return the rows of programs, two trajectories of which the first does something."""
         recipe = recipe_of(folder, **agent)
         groups = groups_of(tokenizer, *({"does": does} for does in lines))
         turns = conversations_of(recipe, program, groups, 1, tokenizer, lambda row: row)

@@ -132,7 +132,7 @@ def test_pass_at_k_is_the_mean_over_all_sets(rewards: list[int], k: int) -> None
 def expected_gradient(
     advantages: Callable[[torch.Tensor], torch.Tensor], rewards: Sequence[float], n: int
 ) -> torch.Tensor:
-    """E[mean of A_i grad log p(x_i)] over n answers drawn from softmax(logits)."""
+    """Return E[mean of A_i grad log p(x_i)] over n answers drawn from softmax(logits)."""
     logits = vector(0.3, -0.5, 0.1)
     p = logits.softmax(0)
     scores = torch.eye(3, dtype=DOUBLE) - p  # [answer, logit]: the gradient of log p
@@ -273,7 +273,7 @@ def test_discounted_sums_by_hand() -> None:
 
 
 def make_batch(seed: int = 0) -> RolloutBatch:
-    """Two groups of three; one response is empty, one was cut off."""
+    """Return two groups of three; one response is empty, one was cut off."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [3, 1, 0, 2, 5, 4]
     batch = batch_from_rows(
@@ -315,7 +315,7 @@ def test_rewards_of_tokens_lie_on_the_last_sampled_one() -> None:
 
 
 def turns_batch() -> RolloutBatch:
-    """Rows of three, one and two turns, whose rewards are partly theirs."""
+    """Return rows of three, one and two turns, whose rewards are partly theirs."""
     marks = [[True, True, False, True, False, False, True], [True], [True, False, True, True]]
     return batch_from_rows(
         [[1], [1, 2], [3]],

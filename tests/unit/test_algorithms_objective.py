@@ -160,7 +160,7 @@ def test_parts_of_the_objective_add_up_to_the_whole(cut: int, seed: int) -> None
 
 
 def minibatch() -> tuple[RolloutBatch, Tensor, Tensor]:
-    """(twelve rows in float64, one of them empty, two with unsampled tokens inside; logprobs; entropy)."""
+    """Return (twelve rows in float64, one of them empty, two with unsampled tokens inside; logprobs; entropy)."""
     generator = torch.Generator().manual_seed(7)
     lengths = [3, 1, 0, 9, 4, 4, 2, 7, 1, 5, 6, 3]
     batch = batch_from_rows([[0] * (1 + row % 3) for row in range(12)], [[0] * length for length in lengths])
@@ -187,7 +187,7 @@ def minibatch() -> tuple[RolloutBatch, Tensor, Tensor]:
 def loss_and_gradient(
     batch: RolloutBatch, logprobs: Tensor, entropy: Tensor, section: AlgorithmSection, budget: int, data: int
 ) -> tuple[float, Tensor, dict[str, float]]:
-    """As Role.update adds it up: in micro-batches of ``budget`` tokens on ``data`` ranks; logprobs by token id."""
+    """Add it up as Role.update does: in micro-batches of ``budget`` tokens on ``data`` ranks; logprobs by token id."""
     leaf = logprobs.clone().requires_grad_()
     fields = objective_fields(batch, section, row_weights(batch.response_lengths, section.loss_aggregation, 20))
     loss, totals = torch.zeros((), dtype=DOUBLE), {}
@@ -232,7 +232,7 @@ def test_old_logprobs_of_the_pass_itself_are_those_of_a_pass_before(correction: 
 
 
 def covariance_of(policy_loss: str, **settings: float) -> dict[str, Any]:
-    """The section of covariance where a loss selects tokens by it."""
+    """Return the section of covariance where a loss selects tokens by it."""
     return {"covariance": settings} if policy_loss in SELECTING_LOSSES else {}
 
 
@@ -278,7 +278,7 @@ def test_correction_multiplies_the_weights() -> None:
 
 
 class Learner:
-    """Stands for the actor: one logprob per token, learned by plain gradient descent on whatever objective comes."""
+    """Stand-in for the actor: one logprob per token, learned by plain gradient descent on whatever objective comes."""
 
     def __init__(self, logprobs: Tensor) -> None:
         self.logprobs, self.fields = logprobs, []
@@ -298,7 +298,8 @@ class Learner:
 
 
 def run_step(minibatch_prompts: int = 1, **algorithm: object) -> tuple[Learner, KLController, dict[str, float]]:
-    """Two prompts with three responses each through advantages and update_actor, so many prompts in each minibatch."""
+    """Return two prompts with three responses each through advantages and update_actor, so many prompts in each
+    minibatch."""
     recipe = make_recipe(
         {
             "name": "x",

@@ -37,7 +37,7 @@ def evaluate(
     selected: list[bool] | None = None,
     **keys: object,
 ) -> tuple[PolicyLoss, list[float]]:
-    """(the loss, its gradient when each row's tokens have weight 1 / length), with old logprobs of -1."""
+    """Return (the loss, its gradient when each row's tokens have weight 1 / length), with old logprobs of -1."""
     settings = AlgorithmSection(policy_loss=name, **keys)
     logprobs = vector(*[OLD + value for value in log_ratios]).requires_grad_()
     row = torch.tensor(list(range(len(log_ratios))) if rows is None else rows)
@@ -246,7 +246,7 @@ def test_without_a_change_of_policy_all_have_the_policy_gradient(name: str, adva
 
 
 def batch_of(advantages: list[float], old: list[float], lengths: list[int]) -> RolloutBatch:
-    """Rows with one token of a prompt and the given sampled tokens."""
+    """Return rows with one token of a prompt and the given sampled tokens."""
     batch = batch_from_rows([[0]] * len(lengths), [[1] * length for length in lengths])
     zeros = torch.zeros(len(batch.tokens))
     return batch.with_fields(

@@ -29,7 +29,7 @@ OVERLAYS = sorted(path.stem for path in (ROOT / "recipes" / "overlays").glob("*.
 
 
 def laid_over(overlay: str, folder: Path, *overrides: str) -> Recipe:
-    """The tiny recipe with an overlay."""
+    """Return the tiny recipe with an overlay."""
     recipe = folder / "recipe.yaml"
     base, over = ROOT / "recipes" / "tiny_grpo.yaml", ROOT / "recipes" / "overlays" / f"{overlay}.yaml"
     recipe.write_text(f"defaults: [{base}, {over}]\nname: {overlay}\n")

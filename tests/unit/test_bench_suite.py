@@ -24,7 +24,7 @@ def verdicts(output: Path) -> dict[str, str]:
 
 
 def values(words: list[str], option: str) -> list[str]:
-    """The values behind an option, up to the next."""
+    """Return the values behind an option, up to the next."""
     if option not in words:
         return []
     return list(itertools.takewhile(lambda word: not word.startswith("--"), words[words.index(option) + 1 :]))

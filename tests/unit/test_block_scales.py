@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in e4m3 and the scales of its blocks, as they are made: the largest of a block becomes 448."""
+    """Return a matrix in e4m3 and the scales of its blocks, as they are made: the largest of a block becomes 448."""
     scales = torch.empty(-(-weight.size(0) // ROWS), -(-weight.size(1) // COLUMNS))
     numbers = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
     for row in range(scales.size(0)):
@@ -36,7 +36,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def published(numbers: Tensor, scales: Tensor) -> Tensor:
-    """DeepSeek's weight_dequant (inference/kernel.py), one number at a time."""
+    """Return DeepSeek's weight_dequant (inference/kernel.py), one number at a time."""
     rows, columns = torch.arange(numbers.size(0)) // ROWS, torch.arange(numbers.size(1)) // COLUMNS
     return numbers.float() * scales[rows[:, None], columns[None]]
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def quantized_model(folder: Path) -> Path:
-    """A model whose linear layers are quantised; the rows of some are no multiple of a block's."""
+    """Return a model whose linear layers are quantised; the rows of some are no multiple of a block's."""
     made = make_model(folder, "deepseek_v3", num_hidden_layers=2)
     tensors: dict[str, Tensor] = {}
     for name, value in load_file(made / "model.safetensors").items():

@@ -18,7 +18,8 @@ STEPS = verdict.STEPS
 
 
 def record(step: int, drawn: int, **more: float) -> dict[str, Any]:
-    """One step of a run that draws 4 rows in a round, uses 3 and leaves 1, which the next step but one uses up."""
+    """Return one step of a run that draws 4 rows in a round, uses 3 and leaves 1, which the next step but one uses
+    up."""
     groups = {"rounds": 1, "groups": 3, "groups_carried_over": 0, "groups_dropped": 0, "groups_surplus": 1}
     if step % 2 == 0:
         groups |= {"groups_carried_over": 1, "groups_dropped": 2, "groups_surplus": 0}
@@ -94,7 +95,7 @@ def test_steps_are_repeated_once_where_an_attempt_ends_before_its_first_step() -
 
 
 def games() -> tuple[list[trajectories.Trained], list[trajectories.Line]]:
-    """Every game of a whole run has two turns; what was trained, and the ledger."""
+    """Play a whole run, whose games have two turns; return what was trained, and the ledger."""
     batch, rows, ledger = trajectories.GAMES["batch"], [], []
     for step in range(1, STEPS + 1):
         for place in range(batch["prompts_per_step"] * batch["responses_per_prompt"]):
@@ -107,7 +108,7 @@ def games() -> tuple[list[trajectories.Trained], list[trajectories.Line]]:
 
 
 def calls(life: str, attempt: int, *what: tuple[str, int]) -> list[trajectories.Line]:
-    """Lines of another process, of the fifth step's first prompt."""
+    """Return lines of another process, of the fifth step's first prompt."""
     of_all = {"life": life, "process": 7 + attempt, "seed": 500, "attempt": attempt}
     return [{"what": name, "turn": turn} | of_all for name, turn in what]
 

@@ -124,7 +124,7 @@ def of_transformers(text: str, messages: list[dict[str, Any]], **names: Any) -> 
 
 
 def packaged_templates() -> Iterator[Path]:
-    """What vLLM ships for models that have none of their own."""
+    """Yield what vLLM ships for models that have none of their own."""
     import vllm
 
     yield from sorted((Path(vllm.__file__).parent / "transformers_utils" / "chat_templates").glob("*.jinja"))
@@ -150,7 +150,7 @@ def test_packaged_templates_make_what_transformers_makes_of_them() -> None:
     for file in files:
         text = read_template(file)
         expected = [of_transformers(text, messages, add_generation_prompt=True, **NAMES) for messages in CONVERSATIONS]
-        if len(set(expected)) == 1:  # one of them reads another name than `messages`
+        if len(set(expected)) == 1:  # one of them reads another name than ``messages``
             with pytest.raises(UnusableTemplate, match="ignores the messages"):
                 ChatTemplate(text, file.name, NAMES)
             continue

@@ -91,7 +91,7 @@ def test_a_run_that_begins_anew_keeps_its_own_checkpoints(tmp_path: Path) -> Non
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """This process alone."""
+    """Make a world of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

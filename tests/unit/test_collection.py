@@ -254,7 +254,7 @@ def test_staleness_is_that_of_the_rows_that_are_trained_on() -> None:
 
 
 def own_of(saved: Any) -> OwnTensors:
-    """The tensors of one rank as a checkpoint gives them back."""
+    """Return the tensors of one rank as a checkpoint gives them back."""
     tensors = saved.own_tensors()
 
     def own(rank: int, prefix: str) -> dict[str, torch.Tensor]:
@@ -270,7 +270,7 @@ def supply_of(made: Any) -> BatchSource:
 
 
 def ahead_of(rewards: list[tuple[float, float]], **changes: Any) -> BatchSource:
-    """The batch source of a run whose rollout is a step ahead."""
+    """Return the batch source of a run whose rollout is a step ahead."""
     made = collector(rewards, kl_coef=0.0, rollout_correction={"type": "tis"})
     section = made._context.recipe.rollout.model_copy(update={"steps_ahead": 1})
     made._context.recipe = made._context.recipe.model_copy(update={"rollout": section, "steps": 9} | changes)

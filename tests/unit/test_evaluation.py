@@ -27,7 +27,8 @@ def every_subset(n: int, k: int) -> list[tuple[int, ...]]:
 
 
 def vote(answers: Sequence[str | None], correct: Sequence[bool], voters: Sequence[int]) -> Fraction:
-    """The share of right samples among all samples with a winning answer, averaged over equally frequent winners."""
+    """Return the share of right samples among all samples with a winning answer, averaged over equally frequent
+    winners."""
     counts = Counter(answers[voter] for voter in voters if answers[voter] is not None)
     if not counts:
         return Fraction(0)

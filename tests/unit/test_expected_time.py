@@ -31,14 +31,14 @@ PARAMETERS = 7_615_616_512  # of 7B
 
 
 def architecture_of(model: str) -> Architecture:
-    """The architecture of a shape of the benchmark, such as 7B."""
+    """Return the architecture of a shape of the benchmark, such as 7B."""
     if model == "30B-A3B-8-layers":
         return dataclasses.replace(read_architecture(ROOT / "recipes/models/qwen3-30b-a3b"), layers=8)
     return read_architecture(ROOT / f"recipes/models/qwen2.5-{model.lower()}")
 
 
 def recipe_of(folder: Path, *overrides: str, **values: Any) -> Recipe:
-    """The benchmark's recipe on H200s with these sections besides."""
+    """Return the benchmark's recipe on H200s with these sections besides."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({"defaults": [str(ROOT / "tools/bench/step_recipe.yaml")], **values}))
     return load_recipe(path, ["cluster.gpu=H200", "cluster.gpu_memory_gb=140", *overrides])
@@ -69,7 +69,7 @@ def test_as_much_work_for_each_gpu_takes_as_long_on_more(tmp_path: Path) -> None
 
 
 def computing(time: ExpectedTime) -> float:
-    """The seconds of the actor's updates without those between data-parallel ranks."""
+    """Return the seconds of the actor's updates without those between data-parallel ranks."""
     return time.phases["update"] - time.exchange
 
 

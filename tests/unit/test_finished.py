@@ -19,7 +19,7 @@ LAST = 9
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run that has come to its end, in its second attempt."""
+    """Return the folder of a run that has come to its end, in its second attempt."""
     run = make_run(tmp_path / "sft")
     log = RecoveryLog(run, ORIGIN)
     log.begin(9, {"actor.tokens_per_gpu": 64}, {"found": {"actor.tokens_per_gpu": 128}})

@@ -38,13 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(model: Path, tmp_path: Path) -> Path:
-    """The model's config without its weights."""
+    """Return the model's config without its weights."""
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     return tmp_path
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Every tensor of a model folder, in a parameter of its own name and of this type."""
+    """Return every tensor of a model folder, in a parameter of its own name and of this type."""
     architecture = read_architecture(folder)
     blocks = whole_blocks(architecture)
     parameters = {block.parameter: torch.empty([stop for _, stop in block.region], dtype=dtype) for block in blocks}
@@ -62,7 +62,7 @@ def refusal(folder: Path, dtype: torch.dtype = torch.float32) -> str:
 
 
 def put(value: float) -> Change:
-    """Writes a number into three places."""
+    """Write a number into three places."""
 
     def change(weights: Tensor) -> Tensor:
         weights.view(-1)[[0, 5, -1]] = value
@@ -139,7 +139,7 @@ def test_what_the_runs_type_cannot_hold_is_told_from_what_is_damaged(
 
 
 def edited(content: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """A safetensors file with another header."""
+    """Return a safetensors file with another header."""
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
     change(header)
@@ -153,7 +153,7 @@ def overlap(header: dict[str, Any]) -> None:
 
 
 def with_norm(**fields: Any) -> Callable[[bytes], bytes]:
-    """Says something else of one tensor."""
+    """Say something else of one tensor."""
     return lambda content: edited(content, lambda header: header[NAMES["norm"]].update(fields))
 
 

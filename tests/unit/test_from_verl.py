@@ -51,7 +51,8 @@ MEGATRON = [
 def translated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0
 ) -> tuple[RLRecipe, str, str]:
-    """The recipe of a command, and what the tool printed to stdout and to stderr; 1 is the status with refusals."""
+    """Return the recipe of a command, and what the tool printed to stdout and to stderr; 1 is the status with
+    refusals."""
     output = tmp_path / "recipe.yaml"
     assert main(["--output", str(output), *arguments]) == status
     printed = capsys.readouterr()

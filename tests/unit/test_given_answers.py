@@ -67,7 +67,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
 
 @pytest.fixture
 def read(tmp_path: Path, tokenizer_of: Callable[[str], Tokenizer]) -> Callable[..., list[Prompt]]:
-    """Prompts of rows, by the chat template and keys of the data section."""
+    """Return prompts of rows, by the chat template and keys of the data section."""
 
     def of_rows(
         rows: list[Row], responses: Literal["one", "pair"] = "one", template: str = MARKED, **keys: Any
@@ -84,7 +84,7 @@ def read(tmp_path: Path, tokenizer_of: Callable[[str], Tokenizer]) -> Callable[.
 
 
 def learned_text(tokenizer: Tokenizer, prompt: Prompt) -> list[str]:
-    """The stretches of text that the loss is on."""
+    """Return the stretches of text that the loss is on."""
     batch = batch_of([prompt])
     stretches, before = [], False
     for token, learned in zip(batch.tokens.tolist(), batch.response_mask.tolist(), strict=True):

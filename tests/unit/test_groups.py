@@ -48,7 +48,7 @@ def read(places: Sequence[tuple[int, int]]) -> list[Prompt | None]:
 
 
 def state_of(groups: Sequence[Group]) -> dict[str, Any]:
-    """Groups as a checkpoint has them, each begun on another rank."""
+    """Return groups as a checkpoint has them, each begun on another rank."""
     alone = [
         [group if index == rank else dataclasses.replace(group, begun={}) for index, group in enumerate(groups)]
         for rank in range(len(groups))

@@ -32,7 +32,7 @@ def rule(when: str, value: float | None = None, **more: Any) -> HealthRuleSectio
 
 
 def speaks_at(watched: HealthRuleSection, values: list[float]) -> list[int]:
-    """The places in ``values`` at which the rule speaks."""
+    """Return the places in ``values`` at which the rule speaks."""
     watch = RuleWatch([watched])
     return [step for step, value in enumerate(values) if watch.findings(step, {"m": value})]
 
@@ -155,7 +155,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Say nothing."""
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def section(**settings: Any) -> AlertSection:
 
 
 def send(settings: AlertSection, *texts: str) -> list[str]:
-    """Sends alerts to the end; what the sender had to tell."""
+    """Send alerts to the end; what the sender had to tell."""
     told: list[str] = []
     sender = AlertSender(settings, told.append, first_pause=0.01)
     for text in texts:

@@ -13,7 +13,7 @@ from rlhf_megatron.runtime.host_network import MB, HostNetwork, bytes_carried
 
 
 def device(root: Path, name: str, sent: int, received: int, physical: bool = False) -> None:
-    """Adds a line to /proc/net/dev, in its form."""
+    """Add a line to /proc/net/dev, in its form."""
     lines = root / "net" / "dev"
     lines.parent.mkdir(exist_ok=True)
     if not lines.exists():

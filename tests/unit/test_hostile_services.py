@@ -49,7 +49,7 @@ def score(url: str, seconds: float = 0.3, rows: int = 1, retries: int = 0) -> li
 
 
 def refused(url: str, seconds: float = 0.3) -> str:
-    """What is told of a service that gives no score."""
+    """Return what is told of a service that gives no score."""
     begun = time.monotonic()
     with pytest.raises(RewardError, match=r"^sample of row 0 \(data_source d\): reward\.service ") as told:
         score(url, seconds)

@@ -148,7 +148,7 @@ def test_one_line_says_why_there_is_no_model(server: HubServer, tmp_path: Path) 
     server.add("models/me/tiny", FILES, token=TOKEN)
     assert_error(ask(server, home, FETCH, "me/tiny", "other"), "no such branch, tag or commit")
     (home).mkdir(exist_ok=True)
-    (home / "token").write_text(TOKEN)  # of `hf auth login`, which is not asked
+    (home / "token").write_text(TOKEN)  # of ``hf auth login``, which is not asked
     assert_error(ask(server, home, FETCH, "me/tiny", "main"), "is gated; accept its terms", "HF_TOKEN")
     assert not any("authorization" in headers for _, _, headers in server.requests)
     assert_error(ask(server, home, FETCH, "me/tiny", "main", HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE forbids")

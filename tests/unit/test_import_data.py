@@ -50,7 +50,7 @@ def write_arrow_file(path: Path) -> None:
 
 
 def imported(source: Path, *options: str) -> list[Row]:
-    """The rows that the command writes, run in this process."""
+    """Return the rows that the command writes, run in this process."""
     output = source.parent / "imported.parquet"
     arguments = ["import", "--input", str(source), "--output", str(output), *options]
     made = prepare_data.build_parser().parse_args(arguments)

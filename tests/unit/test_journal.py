@@ -160,7 +160,7 @@ def play(
     engine: type[Talker] = Talker,
     counts: list[Any] | None = None,
 ) -> tuple[Any, JournaledCall]:
-    """(completions by row with their scores and messages, the journal) of step 5 of a run in ``folder``.
+    """Return (completions by row with their scores and messages, the journal) of step 5 of a run in ``folder``.
 
     ``counts`` gets those of the turns."""
     tokenizer = load_tokenizer(folder)
@@ -198,7 +198,7 @@ def play(
 
 
 def ledger(folder: Path) -> Counter[tuple[Any, ...]]:
-    """(what was done, number of the prompt, what had been said) -> how often."""
+    """Return (what was done, number of the prompt, what had been said) -> how often."""
     lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     return Counter((what, number, *said) for what, number, _, *said in lines)
 
@@ -339,7 +339,7 @@ def run(base_url, api_key, row):
 
 
 class Oracle(Talker):
-    """Says what follows from all that it is given, the row's seed included."""
+    """Engine that says what follows from all that it is given, the row's seed included."""
 
     def _output(self, request: EngineRequest) -> EngineOutput:
         digest = hashlib.blake2b(json.dumps([request.seed, list(request.token_ids)]).encode()).hexdigest()
@@ -363,7 +363,7 @@ def heard_in(folder: Path) -> list[tuple[int, int, list[list[int]]]]:
 
 
 def sampled(completion: Completion) -> list[int]:
-    """The model's tokens in all branches."""
+    """Return the model's tokens in all branches."""
     rows = (*completion.branches, completion)
     marked = ((row.token_ids, row.sampled or [True] * len(row.token_ids)) for row in rows)
     return [token for tokens, marks in marked for token, own in zip(tokens, marks, strict=True) if own]

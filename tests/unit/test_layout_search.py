@@ -42,7 +42,7 @@ def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: 
 
 
 def found_with(own: str) -> list[Candidate]:
-    """Layouts of a 7B model on 8 GPUs whose recipe has ``own``, which their overrides make of it."""
+    """Return layouts of a 7B model on 8 GPUs whose recipe has ``own``, which their overrides make of it."""
     path = ROOT / "recipes" / "qwen7b_grpo.yaml"
     found = find_layouts(load_rl(path, [*GPUS, own]), 8)
     for each in found:

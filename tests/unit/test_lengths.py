@@ -24,7 +24,7 @@ def lengths_of(latest: NDArray[np.int64]) -> ResponseLengths:
 
 
 def fullest(lengths: NDArray[np.int64], ages: NDArray[np.int64]) -> int:
-    """Tokens of all responses at the time when there are most of them; they begin with ``ages``."""
+    """Return tokens of all responses at the time when there are most of them; they begin with ``ages``."""
     return max(int((ages + t)[ages + t < lengths].sum()) for t in range(LONGEST))
 
 

@@ -21,7 +21,7 @@ ALL_BYTES = 8 * TOKENS * PADDED
 
 
 def inputs() -> tuple[Tensor, Tensor]:
-    """Hidden states [7, 5] and weight [384, 5], whose padding from row 300 on is large to be found out."""
+    """Return hidden states [7, 5] and weight [384, 5], whose padding from row 300 on is large to be found out."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator)
     weight = torch.randn(PADDED, HIDDEN, dtype=torch.float64, generator=generator)
@@ -30,14 +30,14 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def expected(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """torch's own."""
+    """Return torch's own."""
     log_probability = (hidden @ weight[:REAL].T / TEMPERATURE).log_softmax(-1)
     entropy = -(log_probability.exp() * log_probability).sum(-1)
     return log_probability.gather(-1, TARGETS[:, None])[:, 0], entropy
 
 
 def gradients(outputs: tuple[Tensor, Tensor], leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Of one fixed sum of both outputs."""
+    """Return those of one fixed sum of both outputs."""
     ramp = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
     return torch.autograd.grad((outputs[0] * ramp + outputs[1] * ramp.flip(0)).sum(), leaves)
 
@@ -142,7 +142,7 @@ def test_micro_batches_of_about_as_many_tokens_keep_as_much_memory() -> None:
 
 
 def one_shard(columns: int, kept_bytes: int) -> dict[str, Any]:
-    """What a rank gets from its rows of the weight; the last rank has padding, and with 3 ranks nothing else."""
+    """Return what a rank gets from its rows of the weight; the last rank has padding, and with 3 ranks nothing else."""
     hidden, weight = inputs()
     weight = torch.nn.functional.pad(weight, (0, 0, 0, columns * dist.get_world_size() - PADDED), value=50.0)
     start = dist.get_rank() * columns

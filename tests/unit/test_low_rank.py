@@ -14,14 +14,14 @@ RANK, SCALE, TOKENS = 3, 0.7, 11
 
 
 def factors(*shapes: tuple[int, int]) -> list[Tensor]:
-    """A and B of each shape (rows, columns)."""
+    """Return A and B of each shape (rows, columns)."""
     draw = torch.Generator().manual_seed(0)
     sizes = [size for rows, columns in shapes for size in ((RANK, columns), (rows, RANK))]
     return [torch.randn(size, generator=draw, dtype=torch.float64, requires_grad=True) for size in sizes]
 
 
 def expected(base: Tensor, x: Tensor, learning: list[Tensor]) -> list[Tensor]:
-    """Gradients by autograd of a loss of a layer whose weights, one behind the other, are base + scale x B A."""
+    """Return gradients by autograd of a loss of a layer whose weights, one behind the other, are base + scale x B A."""
     merged = base + SCALE * torch.cat([b @ a for a, b in zip(learning[::2], learning[1::2], strict=True)])
     return list(torch.autograd.grad(((x @ merged.T) ** 2).sum(), learning))
 

@@ -38,7 +38,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
-    """Changes tensors of the only file."""
+    """Change tensors of the only file."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -49,7 +49,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
 
 
 def index(change: Callable[[dict[str, str]], object]) -> Change:
-    """Gives the folder an index, changed."""
+    """Give the folder an index, changed."""
 
     def apply(folder: Path) -> None:
         with safe_open(folder / WEIGHTS, "pt") as file:
@@ -61,7 +61,7 @@ def index(change: Callable[[dict[str, str]], object]) -> Change:
 
 
 def shards(change: Callable[[Path, dict[str, str]], object]) -> Change:
-    """Cuts the weights into a.safetensors and b.safetensors with an index, and changes them."""
+    """Cut the weights into a.safetensors and b.safetensors with an index, and change them."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -84,7 +84,7 @@ def write(name: str, content: bytes | str) -> Change:
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Change:
-    """Something else of this name."""
+    """Return something else of this name."""
 
     def apply(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def instead(name: str, make: Callable[[Path], object]) -> Change:
 
 
 def edited(name: str, change: Callable[[Any], Any]) -> Change:
-    """JSON of this name, changed in place or replaced."""
+    """Return JSON of this name, changed in place or replaced."""
 
     def apply(folder: Path) -> None:
         path = folder / name

@@ -317,7 +317,7 @@ def test_third_party_tracker_takes_a_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def log_attempts(folder: RunFolder, name: str) -> None:
-    """Steps 1 to 4 and an end without a word, steps 3 to 5 as of a resume, then a new run of the same name."""
+    """Log steps 1 to 4 and an end without a word, steps 3 to 5 as of a resume, then a new run of the same name."""
     for first, last in ((1, 4), (3, 5), (1, 1)):
         folder.prepare(resume=first > 1)
         with MetricsLogger(folder, Settings((name,)), {"seed": first}, first) as logger:
@@ -340,7 +340,7 @@ def test_a_resumed_run_replaces_its_steps_in_tensorboard(tmp_path: Path) -> None
 
 
 def wandb_rows(file: Path) -> list[dict[str, float]]:
-    """The history in a .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes."""
+    """Return the history in a .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, offset, parts, rows = file.read_bytes(), 7, b"", []

@@ -14,7 +14,7 @@ from rlhf_megatron.topology.open_files import check_file_limit, files_needed, ra
 
 
 def limited(hard: int) -> str:
-    """The message of a process of so low limits about 1,024 ranks."""
+    """Return the message of a process of so low limits about 1,024 ranks."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
         check_file_limit(1024)

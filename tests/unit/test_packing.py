@@ -18,7 +18,7 @@ from rlhf_megatron.data.packing import assign_rows, plan_for_all, plan_micro_bat
 def whole_plan(
     lengths: list[int], budget: int, data: int, rows_together: int = 1, multiple: int = 1, attention: float = 0.0
 ) -> list[list[list[int]]]:
-    """The micro-batches of all data-parallel ranks, as these agree on their number."""
+    """Return the micro-batches of all data-parallel ranks, as these agree on their number."""
     owner = assign_rows(torch.tensor(lengths, dtype=torch.int64), data, None, rows_together, attention)
     own = [(owner == rank).nonzero().flatten().tolist() for rank in range(data)]
 
@@ -53,7 +53,7 @@ def test_rows_that_belong_together_stay_in_order(lengths: list[int]) -> None:
 
 
 def largest_differencing(costs: list[float], bins: int) -> float:
-    """The largest sum by the method of Karmarkar and Karp (1982) for many bins."""
+    """Return the largest sum by the method of Karmarkar and Karp (1982) for many bins."""
     number = itertools.count()
     heap = [(-cost, next(number), [0.0] * (bins - 1) + [cost]) for cost in costs]
     heapq.heapify(heap)

@@ -52,7 +52,7 @@ HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer, and data."""
+    """Return a model with a tokenizer, and data."""
     path = tmp_path_factory.mktemp("preflight")
     write_bpe_tokenizer(make_model(path / "model", vocabulary=400))
     rows = [
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe_of(folder: Path) -> Callable[..., Recipe]:
-    """Makes a recipe over the folder's model and data, with some sections replaced."""
+    """Make a recipe over the folder's model and data, with some sections replaced."""
 
     def make(**sections: Any) -> Recipe:
         values = {

@@ -30,7 +30,7 @@ EXPERT_COLUMNS = {
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    """Makes this process one rank of a world that is not there."""
+    """Make this process one rank of a world that is not there."""
 
     def join(rank: int, ranks: int) -> None:
         if dist.is_initialized():

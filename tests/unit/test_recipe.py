@@ -79,7 +79,7 @@ MIXTURE = CONFIG | {
 
 
 def check(recipe: Recipe, config: dict[str, Any]) -> None:
-    """Looks whether the layouts of a recipe fit a model with this config."""
+    """Look whether the layouts of a recipe fit a model with this config."""
     check_architectures(recipe, role_architectures(recipe, parse_architecture(config, "model")))
 
 
@@ -91,7 +91,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The one line that a recipe is refused with."""
+    """Return the one line that a recipe is refused with."""
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     text = str(caught.value)

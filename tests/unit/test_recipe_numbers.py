@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
 
 
 def kinds(annotation: Any) -> set[Any]:
-    """The classes that a field's annotation is made of, without those of sections."""
+    """Return the classes that a field's annotation is made of, without those of sections."""
     if section_of(annotation) is not None:
         return set()
     inner = typing.get_args(annotation)
@@ -41,7 +41,8 @@ def kinds(annotation: Any) -> set[Any]:
 
 
 def fields(section: type[BaseModel] = RLRecipe, path: str = "") -> Iterator[tuple[type[BaseModel], str, str]]:
-    """(section, field's name, its full key) of every field of the schema that takes numbers, also within lists."""
+    """Yield (section, field's name, its full key) of every field of the schema that takes numbers, also within
+    lists."""
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
@@ -54,7 +55,7 @@ FIELDS = list(fields())
 
 
 def complaints(section: type[BaseModel], name: str, value: Any) -> list[str]:
-    """What is said of a field alone, where it has this value."""
+    """Return what is said of a field alone, where it has this value."""
     annotation = section.model_fields[name].annotation
     given = [value] if typing.get_origin(annotation) is list else value
     try:
@@ -65,7 +66,7 @@ def complaints(section: type[BaseModel], name: str, value: Any) -> list[str]:
 
 
 def refusal(override: str, tmp_path: Path) -> str:
-    """The one line that a recipe with an override, in YAML, is refused with."""
+    """Return the one line that a recipe with an override, in YAML, is refused with."""
     path = tmp_path / "recipe.yaml"
     path.write_text(resolved_yaml(make_recipe(BASE, "base")))
     with pytest.raises(RecipeError) as caught:

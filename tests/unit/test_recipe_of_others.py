@@ -23,7 +23,7 @@ actor:
 
 
 def refused(path: Path | str, *overrides: str) -> str:
-    """The line of a recipe that is refused, which a terminal shows as one line."""
+    """Return the line of a recipe that is refused, which a terminal shows as one line."""
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, overrides)
     line = str(caught.value)
@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def nested(start: str, step: str, levels: int, width: int) -> str:
-    """YAML whose aliases multiply: each level has the one before so many times."""
+    """Return YAML whose aliases multiply: each level has the one before so many times."""
     lines = [f"x0: &x0 {start}"]
     lines += [f"x{level}: &x{level} {step % ', '.join([f'*x{level - 1}'] * width)}" for level in range(1, levels)]
     return "{" + ", ".join(lines) + "}"

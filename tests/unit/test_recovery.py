@@ -29,12 +29,12 @@ FIRST, BY_HAND = Origin("node 11 100"), Origin("node 12 200")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run's folder."""
+    """Return a run's folder."""
     return tmp_path
 
 
 def attempt(run: Path, steps: list[int], *, ending: str | None = None, origin: Origin = FIRST) -> str | None:
-    """One attempt that logs ``steps``; returns why it was refused."""
+    """Make one attempt that logs ``steps``; return why it was refused."""
     log = RecoveryLog(run, origin)
     refused = log.begin(max_repeats=3)
     if refused is None:
@@ -85,7 +85,7 @@ def test_an_attempt_waits_after_a_fault_and_longer_where_the_network_was_away(ru
     retry = RetrySection(interval_seconds=3.0, network=NetworkRetrySection(backoff_seconds=2.0))
 
     def fail(kind: str | None, steps: list[int]) -> float:
-        """The wait after one more attempt, which logs these steps."""
+        """Return the wait after one more attempt, which logs these steps."""
         log = RecoveryLog(run, FIRST)
         assert log.begin(max_repeats=99) is None
         with (run / "metrics.jsonl").open("a") as file:

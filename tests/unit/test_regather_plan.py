@@ -63,7 +63,8 @@ def plans_of(sources: ShardSpec, wanted: ShardSpec, hosts: Sequence[int] | int =
 
 
 def lacking(a: Architecture, held: Sequence[Block], wanted: Sequence[Block], once: bool = False) -> int:
-    """The number of elements of ``wanted`` that are not in ``held``, counted one by one; of equal ones ``once``."""
+    """Return the number of elements of ``wanted`` that are not in ``held``, counted one by one; of equal ones
+    ``once``."""
     own = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in tensor_shapes(a).items()}
     for block in held:
         own[block.tensor][tuple(slice(*span) for span in block.region)] = True
@@ -127,7 +128,7 @@ def fill(copy: Copy, held: dict[str, torch.Tensor], found: dict[str, torch.Tenso
 
 
 def check_ends(plans: dict[int, RankPlan]) -> None:
-    """Both ends of a transfer have it, and in the same order."""
+    """Check both ends of a transfer have it, and in the same order."""
     for sides in ("sends", "receives"), ("forwards", "forwarded"):
         given, taken = ({rank: getattr(plan, side) for rank, plan in plans.items()} for side in sides)
         assert sorted(itertools.chain(*given.values())) == sorted(itertools.chain(*taken.values()))
@@ -139,7 +140,7 @@ def check_ends(plans: dict[int, RankPlan]) -> None:
 def check_hosts(
     a: Architecture, sources: ShardSpec, wanted: ShardSpec, plans: dict[int, RankPlan], hosts: Sequence[int]
 ) -> None:
-    """A host gets what it lacks once, its ranks get evenly much of it, and the traffic is that of the plans."""
+    """Check that a host gets what it lacks once, its ranks evenly much of it, and the traffic is that of the plans."""
     traffic = host_traffic(sources, wanted, hosts)
     into: dict[int, int] = defaultdict(int)
     for rank, plan in plans.items():
@@ -348,7 +349,8 @@ def test_a_thousand_ranks_of_a_large_dense_model() -> None:
 
 
 def check_against_closed_form(plan: RankPlan, sources: ShardSpec, wanted: ShardSpec) -> None:
-    """A rank receives what it wants less what it holds; sums of rectangles, since the elements are too many."""
+    """Check that a rank receives what it wants less what it holds; sums of rectangles, since the elements are too
+    many."""
     own: dict[str, list[Block]] = defaultdict(list)
     for block in sources.blocks(plan.rank):
         own[block.tensor].append(block)

@@ -192,7 +192,7 @@ def test_unreadable_ground_truth_names_the_sample(scorer: Scorer) -> None:
 
 
 def reasoning_item(task: str, solution: str | None = None, seed: int = 3, **settings: Any) -> ScoreItem:
-    """An item as a prepared row makes it; without a solution, the oracle's answer is given."""
+    """Return an item as a prepared row makes it; without a solution, the oracle's answer is given."""
     package = pytest.importorskip("reasoning_gym")
     entry = package.create_dataset(task, size=3, seed=seed, **settings)[0]
     info = {"config": reasoning_gym.encode(settings), "entry": reasoning_gym.encode(entry)}

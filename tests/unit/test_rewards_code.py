@@ -30,7 +30,7 @@ def block(program: str) -> str:
 
 
 def scores(section: dict[str, Any], *items: tuple[str, Any]) -> list[float]:
-    """Scores of (response, test cases)."""
+    """Return the scores of (response, test cases)."""
     with Scorer(RewardSection(timeout_seconds=60.0, workers=2, code=RewardCodeSection(**section))) as scorer:
         return scorer.score(
             [ScoreItem("taco", text, json.dumps(truth), {}, row) for row, (text, truth) in enumerate(items)]

@@ -149,7 +149,7 @@ def item(solution: str) -> ScoreItem:
 
 
 def write_bodies(path: Path, bodies: list[str], kind: str = "def") -> str:
-    """A function that does what the body says whose number is its solution, and else gives 1.0."""
+    """Return a function that does what the body says whose number is its solution, and else gives 1.0."""
     functions = [
         f"{kind} body_{place}(extra_info):\n{textwrap.indent(body, '    ')}" for place, body in enumerate(bodies)
     ]
@@ -169,7 +169,8 @@ Scores = tuple[list[float], list[float]]
 
 
 def score_side_by_side(make: Callable[[], Scorer], count: int) -> list[Future[Scores]]:
-    """Of each body, what it and two good ones get together, and a good one after them; every third in one thread."""
+    """Return of each body what it and two good ones get together, and a good one after them; every third in one
+    thread."""
     scores: list[Future[Scores]] = [Future() for _ in range(count)]
 
     def work(places: range) -> None:

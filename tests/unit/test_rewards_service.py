@@ -26,7 +26,7 @@ Behaviour = Callable[[list[dict[str, Any]], int], tuple[int, Any, float]]
 
 
 class Service(http.server.ThreadingHTTPServer):
-    """Scores are the numbers in the responses; `behave` may answer otherwise."""
+    """Scores are the numbers in the responses; ``behave`` may answer otherwise."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -74,7 +74,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             pass  # a client that has given up
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Say nothing."""
 
 
 @pytest.fixture

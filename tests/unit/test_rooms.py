@@ -16,14 +16,14 @@ FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py") if p
 
 
 def rooms_in_order() -> list[str]:
-    """The folders as docs/design.md lists them, the topmost first."""
+    """Return the folders as docs/design.md lists them, the topmost first."""
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     tree = text[text.index("rlhf_megatron/\n") : text.index("kernels/  ")]
     return re.findall(r"^  (\w+)/", tree, re.MULTILINE)
 
 
 def imported_rooms(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, folder) of each import of a folder of the library, also within functions."""
+    """Yield (line, folder) of each import of a folder of the library, also within functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module == "rlhf_megatron":
             yield from ((node.lineno, alias.name) for alias in node.names)

@@ -82,7 +82,7 @@ def test_the_kernel_compiles_for_a_gpu_with_wide_accesses(heads: int, half: int)
 
 
 def config_of(family: str, **fields: Any) -> dict[str, Any]:
-    """The config.json of a small model, as transformers writes it."""
+    """Return the config.json of a small model, as transformers writes it."""
     sizes: dict[str, Any] = (
         {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} if "smol" in family else {}
     )

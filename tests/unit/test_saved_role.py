@@ -42,7 +42,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a small model."""
+    """Return a folder of a small model."""
     folder = tmp_path_factory.mktemp("model")
     make_model(folder)
     return folder
@@ -50,12 +50,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(model: Path) -> Saved:
-    """A sound one."""
+    """Return a sound one."""
     return make_saved(model)
 
 
 def make_saved(model: Path, implementation: Implementation = "local") -> Saved:
-    """A sound checkpoint of ``model``, each parameter in two ranges."""
+    """Return a sound checkpoint of ``model``, each parameter in two ranges."""
     architecture, layout = read_architecture(model), Layout(data=2)
     state = {
         "layout": dataclasses.asdict(layout), "ranks": [0, 1], "architecture": stored_form(architecture),
@@ -69,7 +69,7 @@ def make_saved(model: Path, implementation: Implementation = "local") -> Saved:
 
 
 def put(saved: Saved, name: str, value: Tensor) -> None:
-    """A parameter in a range of each rank."""
+    """Put a parameter in a range of each rank."""
     third = value.numel() // 3
     for rank, (start, stop) in enumerate([(0, third), (third, value.numel())]):
         saved.about[rank]["pieces"]["actor"][name] = {"start": start, "stop": stop, "shape": list(value.shape)}

@@ -134,7 +134,7 @@ def test_an_ending_that_is_not_known_is_an_error_and_leaves_nothing() -> None:
 
 
 class Reply:
-    """Answers with one token, twice."""
+    """Environment that answers with one token, twice."""
 
     repeatable, opens = True, False
 
@@ -151,7 +151,8 @@ class Reply:
 
 
 class Game(Reply):
-    """Begins rows with prompts of their own, but for row 1, where it fails; pays 1 for a turn, and 5 for the end."""
+    """Environment that begins rows with prompts of their own, but for row 1, where it fails; pays 1 for a turn, and 5
+    for the end."""
 
     opens = True
 
@@ -197,7 +198,7 @@ def test_turns_of_a_row_have_seeds_of_their_own() -> None:
 
 
 class Later(Reply):
-    """Answers a turn when the engine has made so many steps more."""
+    """Environment that answers a turn when the engine has made so many steps more."""
 
     repeatable, steps = False, 12
 
@@ -220,7 +221,7 @@ class Later(Reply):
             self.answer()
 
     def answer(self) -> int:
-        """Settle what is due; returns the tokens of what waits."""
+        """Settle what is due; return the tokens of what waits."""
         for due, _, future in self._asked:
             if due <= self._core.steps and not future.done():
                 future.set_result([2])

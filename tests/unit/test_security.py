@@ -66,7 +66,7 @@ def sources(*folders: str) -> list[Path]:
 
 
 def names_used(tree: ast.AST) -> set[str]:
-    """Modules that are imported, functions that are called by their bare name, and torch.load and torch.save."""
+    """Return modules that are imported, functions that are called by their bare name, and torch.load and torch.save."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -55,7 +55,8 @@ def test_every_room_is_a_package() -> None:
 
 
 def pins_of(name: str) -> dict[str, str]:
-    """The versions in a file of tools/environment, by package; each line is one exact version, and none comes twice."""
+    """Return the versions in a file of tools/environment, by package; each line is one exact version, and none comes
+    twice."""
     lines = (ROOT / "tools" / "environment" / name).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.lstrip().startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin) for pin in pins)

@@ -41,7 +41,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def chi_square_z(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Standard deviations by which the chi-square statistic of drawn tokens is above its mean; rare ones as one."""
+    """Return the standard deviations by which the chi-square statistic of drawn tokens is above its mean; rare ones as
+    one."""
     expected, found = len(tokens) * probabilities, torch.bincount(tokens, minlength=len(probabilities)).double()
     common = expected >= 5
     bins = [torch.cat((of[common], of[~common].sum()[None])) for of in (expected.double(), found)]

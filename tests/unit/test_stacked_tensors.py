@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packed(folder: Path, target: Path) -> Path:
-    """The same model with random weights of experts in MXFP4."""
+    """Return the same model with random weights of experts in MXFP4."""
     tensors, generator = load_file(folder / FILE), torch.Generator().manual_seed(5)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         count, columns, rows = tensors.pop(name).shape

@@ -43,7 +43,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """launch/submit.py in ``folder``, where this process is; run in it, since a process of its own takes a second."""
+    """Run launch/submit.py in ``folder``, where this process is; run in it, since a process of its own takes a
+    second."""
     specification = importlib.util.spec_from_file_location("launch_submit", SUBMIT)
     assert specification is not None and specification.loader is not None
     module = sys.modules["launch_submit"] = importlib.util.module_from_spec(specification)
@@ -57,7 +58,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def script(folder: Path, *arguments: str) -> str:
-    """A job's script, which bash can read, and in which shellcheck finds nothing where it is installed."""
+    """Return a job's script, which bash can read, and in which shellcheck finds nothing where it is installed."""
     shown = submit(folder, *arguments, "--print")
     assert shown.returncode == 0, shown.stderr
     checked = subprocess.run(["bash", "-n"], input=shown.stdout, capture_output=True, text=True, check=False)
@@ -72,7 +73,7 @@ def script(folder: Path, *arguments: str) -> str:
 
 
 def options(text: str) -> dict[str, str]:
-    """What the script asks of sbatch, read as sbatch does: by a shell's rules for quotes."""
+    """Return what the script asks of sbatch, read as sbatch does: by a shell's rules for quotes."""
     lines = [shlex.split(line.removeprefix("#SBATCH ")) for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert all(len(words) == 1 for words in lines)
     return dict(words[0].removeprefix("--").partition("=")[::2] for words in lines)
@@ -86,7 +87,8 @@ def refusal(folder: Path, *arguments: str) -> str:
 
 
 def overrides_of(text: str, task: int) -> list[str]:
-    """The run and the overrides that launch/train.py would be given, by running the script's own case statement."""
+    """Return the run and the overrides that launch/train.py would be given, by running the script's own case
+    statement."""
     case = text[text.index("case ${SLURM") : text.index("esac")] + 'esac\nprintf "%s\\n" "$run" "${overrides[@]}"\n'
     done = subprocess.run(
         ["bash", "-c", case], env={"SLURM_ARRAY_TASK_ID": str(task)}, capture_output=True, text=True, check=True

@@ -87,7 +87,7 @@ def test_each_layout_of_a_search_has_micro_batches_of_its_own() -> None:
 
 
 def begin(log: RecoveryLog, recipe: Recipe, memory: float) -> dict[str, int]:
-    """An attempt of a run on ``memory`` GB, as loops.run begins it; returns its budgets."""
+    """Make an attempt of a run on ``memory`` GB, as loops.run begins it; return its budgets."""
     architectures = planned_architectures(recipe)
     tokens = kept_budgets(recipe, architectures, WORLD, log.lines()) or found(recipe, memory_gb=memory)
     adaptation, reduced = adapt(with_budgets(recipe, tokens), log.of_this_launch())

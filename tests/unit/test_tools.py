@@ -143,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    """Of a model that has been told of the three functions."""
+    """Return that of a model that has been told of the three functions."""
     return described(load_tokenizer(folder), recipe_of(folder))
 
 
@@ -430,7 +430,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def marked(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer with the control tokens of several models."""
+    """Return the tokenizer with the control tokens of several models."""
     path = tmp_path_factory.mktemp("marked")
     inner = load_tokenizer(folder).of_transformers
     marks = ["calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"]

@@ -26,7 +26,7 @@ def numbers() -> RowNumbers:
 
 
 def merged() -> RowNumbers:
-    """The same trajectories as rows of all of their tokens."""
+    """Return the same trajectories as rows of all of their tokens."""
     batch = batch_from_rows(
         [[1]] * 4,
         [[2] * size for size in WHOLE],

@@ -19,7 +19,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def defaults() -> Iterator[tuple[str, Any]]:
-    """Keys of verl with their defaults."""
+    """Yield keys of verl with their defaults."""
     for line in Path(__file__).with_name("verl_defaults.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue

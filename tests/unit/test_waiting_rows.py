@@ -26,7 +26,7 @@ def rows_of(ids: list[int]) -> RolloutBatch:
 
 
 def saved() -> tuple[dict[str, Any], dict[int, dict[str, torch.Tensor]]]:
-    """The state of six rows on three ranks, and what each of these has in its file."""
+    """Return the state of six rows on three ranks, and what each of these has in its file."""
     numbers = numbers_of(rows_of(list(range(6))), torch.tensor(HOLDERS))
     spread = {
         rank: SpreadRows(numbers, rows_of([row for row, holder in enumerate(HOLDERS) if holder == rank]), rank)

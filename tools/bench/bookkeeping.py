@@ -64,7 +64,7 @@ PROCESSES, SHORT = 4, 4_096  # of --replica-ranks: so many rows of SHORT tokens 
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 64, 1024, 8192])
     parser.add_argument("--replica-ranks", type=int, nargs="+", default=[1, 2, 4], choices=[1, 2, 4])
@@ -91,7 +91,7 @@ class Others:
         self.seconds = 0.0
 
     def transfer(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """In the place of ``row_exchange._transfer``."""
+        """Stand in for ``row_exchange._transfer``."""
         began = time.thread_time()
         self.sent, self.received = (sum(len(each) for each in side.values()) for side in (sent, received))
         self.partners = len({*sent, *received})
@@ -100,7 +100,7 @@ class Others:
         self.seconds += time.thread_time() - began
 
     def tell(self, rows_from: Mapping[int, list[int]]) -> None:
-        """Packs the messages that are to come from each rank."""
+        """Pack the messages that are to come from each rank."""
         for peer, rows in rows_from.items():
             batch = rows_of(self._numbers.select(torch.tensor(rows)))
             label = torch.stack([batch.row_id, batch.lengths], dim=1)
@@ -139,7 +139,7 @@ class Prompts:
         return total
 
     def step(self) -> dict[str, float]:
-        """Seconds in which a step's prompts are drawn, and its requests made that this rank answers."""
+        """Return seconds in which a step's prompts are drawn, and its requests made that this rank answers."""
         began, self.seconds = time.process_time(), 0.0
         drawn = self.stream.draw(self.ranks * ROWS // RESPONSES)
         groups = [Group(prompt, number=number) for number, prompt in enumerate(drawn)]
@@ -154,7 +154,7 @@ class Prompts:
 
 
 def numbers_of_all(ranks: int) -> Tensor:
-    """The table of all ranks' rows: mean length 16,384, in the order in which ranks hold them."""
+    """Return the table of all ranks' rows: mean length 16,384, in the order in which ranks hold them."""
     count = ranks * ROWS
     generator = torch.Generator().manual_seed(1)
     row_id = torch.arange(count)
@@ -175,7 +175,7 @@ def numbers_of_all(ranks: int) -> Tensor:
 
 
 def rows_of(numbers: RowNumbers) -> RolloutBatch:
-    """Rows with these numbers."""
+    """Return rows with these numbers."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(150_000, (numbers.tokens,), generator=generator)
     lengths = numbers.lengths
@@ -188,7 +188,7 @@ def rows_of(numbers: RowNumbers) -> RolloutBatch:
 
 
 def measure(ranks: int, repeats: int) -> dict[str, Any]:
-    """Seconds and bytes of rank 0 of so many for one step."""
+    """Return seconds and bytes of rank 0 of so many for one step."""
     table, settings = numbers_of_all(ranks), AlgorithmSection()
     known = from_table(table)
     known = known.select(known.row_id.argsort())
@@ -227,7 +227,7 @@ def measure(ranks: int, repeats: int) -> dict[str, Any]:
 
 
 def step(table: Tensor, held: RolloutBatch, ranks: int, settings: AlgorithmSection) -> dict[str, float]:
-    """Seconds of each part of the bookkeeping of one step."""
+    """Return seconds of each part of the bookkeeping of one step."""
     clock, taken = time.thread_time, dict[str, float]()
     began = clock()
     numbers = from_table(table)
@@ -259,7 +259,7 @@ def _learn(share: Share, advantages: Tensor, weights: Tensor, settings: Algorith
 
 
 def among_processes(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Seconds of the exchange between real processes, for each size of a replica; layouts take turns."""
+    """Return seconds of the exchange between real processes, for each size of a replica; layouts take turns."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         torch.multiprocessing.spawn(_process, (files, sizes, repeats), nprocs=PROCESSES)
@@ -290,7 +290,7 @@ def _process(rank: int, folder: Path, sizes: list[int], repeats: int) -> None:
 
 
 def sampled_rows(rank: int, size: int) -> RolloutBatch:
-    """The rows that a rank keeps of those that its replica of so many ranks has sampled."""
+    """Return the rows that a rank keeps of those that its replica of so many ranks has sampled."""
     replica = Replica(list(range(PROCESSES)), PROCESSES // size, rank // size, rank % size, size)
     prompt = Prompt(0, "", (1,) * (SHORT // 4), "", {})
     groups = [Group(prompt)] * (PROCESSES * ROWS // RESPONSES)
@@ -309,7 +309,7 @@ def sampled_rows(rank: int, size: int) -> RolloutBatch:
 
 
 def show_replicas(found: list[dict[str, Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     table = Table("ranks of a replica", "ms", "least", "most")
     for each in found:
         milliseconds = [f"{each['seconds'][name] * 1e3:.1f}" for name in ("median", "min", "max")]
@@ -318,13 +318,13 @@ def show_replicas(found: list[dict[str, Any]]) -> None:
 
 
 def _resident(name: str) -> int:
-    """Bytes of this process by /proc/self/status."""
+    """Return bytes of this process by /proc/self/status."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     table = Table("ranks", "seconds", *found[0]["seconds_of"], "MB", "bytes of rows", "of numbers", "partners")
     for each in found:
         seconds = [f"{value:.3f}" for value in (each["seconds"], *each["seconds_of"].values())]

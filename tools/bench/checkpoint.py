@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = make_parser(__doc__ or "", length=1024)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--saves", type=int, default=4, help="the first is a warm-up; default: %(default)s")
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the saves but the first, in seconds."""
+    """Return medians over the saves but the first, in seconds."""
     role = random_role(options.model, options.rows * options.length)
     batch, fields = random_batch(role.architecture.vocabulary, options.rows, options.length)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def save_beside_steps(
     role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor], saves: int, folder: Path
 ) -> dict[str, Any]:
-    """Steps alone, then saves with steps beside them."""
+    """Measure steps alone, then saves with steps beside them."""
 
     def step() -> float:
         began = time.perf_counter()
@@ -98,7 +98,7 @@ def save_beside_steps(
 
 
 def plain_write(path: Path, count: int) -> float:
-    """Seconds to write so many bytes and have them on disk."""
+    """Return seconds to write so many bytes and have them on disk."""
     block = memoryview(bytearray(os.urandom(1 << 20)) * 64)
     began = time.perf_counter()
     with path.open("wb") as file:

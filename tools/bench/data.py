@@ -47,7 +47,7 @@ LIMITS = {"start_seconds": 10.0, "resident_mb": 2000.0, "wait_ms": 4.0}
 
 
 def main() -> int:
-    """Returns 1 where a limit is missed."""
+    """Return 1 where a limit is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000_000, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
@@ -130,14 +130,15 @@ def measure(folder: Path, steps: int, prompts: int, pause: float) -> dict[str, f
 
 
 def first_border(section: DataSection, tokenizer: Tokenizer, rows: int) -> int:
-    """The row to start at so that a new window of the shuffle is read amid so many rows; 0 where all is one window."""
+    """Return the row to start at so that a new window of the shuffle is read amid so many rows; 0 where all is one
+    window."""
     blocks = PromptDataset(section.train_files, tokenizer, section).rows.blocks
     starts = WindowOrder(blocks, section.shuffle_window_mb, seed=1).window_starts(0)
     return max(0, starts[1] - rows // 2) if len(starts) > 2 else 0
 
 
 def resident_mb() -> float:
-    """Memory of this process that is in use now, in MB of 2**20 bytes."""
+    """Return memory of this process that is in use now, in MB of 2**20 bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -153,7 +154,7 @@ def write_files(folder: Path, rows: int) -> None:
 
 
 def table(draw: numpy.random.Generator, first: int, last: int) -> pyarrow.Table:
-    """Rows first .. last - 1 with verl's columns."""
+    """Return rows first .. last - 1 with verl's columns."""
     count = last - first
     terms = draw.integers(2, 9, count)
     numbers = draw.integers(10, 9999, (count, 8))
@@ -178,12 +179,12 @@ def table(draw: numpy.random.Generator, first: int, last: int) -> pyarrow.Table:
 
 
 def constant(text: str, count: int) -> pyarrow.Array:
-    """The same text in all rows."""
+    """Return the same text in all rows."""
     return pyarrow.array([text]).take(pyarrow.array(numpy.zeros(count, numpy.int64)))
 
 
 def texts(numbers: Any) -> pyarrow.Array:
-    """Numbers as text."""
+    """Return numbers as text."""
     return pyarrow.array(numbers).cast(pyarrow.string())
 
 

@@ -71,13 +71,13 @@ class Shape:
     rollout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def lengths(self, row: int) -> list[int]:
-        """Tokens of each turn of a trajectory."""
+        """Return tokens of each turn of a trajectory."""
         drawn = DrawnLengthsSection(mean=self.tokens, sigma=0.6)
         turns = range(row * self.turns, (row + 1) * self.turns)
         return [min(drawn.of_row(turn), int(LONGEST * self.tokens)) for turn in turns]
 
     def latencies(self, row: int) -> list[float]:
-        """Seconds until each turn of a trajectory is answered."""
+        """Return seconds until each turn of a trajectory is answered."""
         draw = Random(f"latency {row}")
         drawn = [LATENCY["median"] * draw.lognormvariate(0.0, LATENCY["sigma"]) for _ in range(self.turns)]
         return [self.waits * min(seconds, LATENCY["longest"]) for seconds in drawn]
@@ -95,7 +95,7 @@ SHAPES = {
 
 
 def main() -> int:
-    """Measures one shape after the other; returns 1 where one failed or missed the target."""
+    """Measure one shape after the other; return 1 where one failed or missed the target."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["1.5B" if on_gpu else "toy"])
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def measured(name: str, steps: int, output: Path) -> dict[str, Any]:
-    """The row of one shape, which is in the report as soon as it has a step of each kind."""
+    """Return the row of one shape, which is in the report as soon as it has a step of each kind."""
     with tempfile.TemporaryDirectory() as work:
         folder = folder_with_model(Path(work) / "work")
         prepare(SHAPES[name], folder)
@@ -126,7 +126,7 @@ def measured(name: str, steps: int, output: Path) -> dict[str, Any]:
 
 
 def prepare(shape: Shape, folder: Path) -> RLRecipe:
-    """Writes the recipe into a ``folder`` with a tiny model, which gets the shape's; returns it."""
+    """Write the recipe into a ``folder`` with a tiny model, which gets the shape's; return it."""
     path = folder / "model" / "config.json"
     tiny = json.loads(path.read_text(encoding="utf-8")) | {"max_position_embeddings": 4096}
     found = model_config({"config": shape.config, "changed": shape.changed}) if shape.config else tiny
@@ -153,7 +153,7 @@ def prepare(shape: Shape, folder: Path) -> RLRecipe:
 
 
 def groups_of(tokenizer: Tokenizer, shape: Shape) -> list[Group]:
-    """Prompts of random digits, each a token."""
+    """Return prompts of random digits, each a token."""
     from rlhf_megatron.data.prompts import Prompt
     from rlhf_megatron.generation.prompt_groups import Group
 
@@ -174,7 +174,7 @@ def turns_of(
     lengths: Mapping[int, Sequence[int]],
     waits: Mapping[int, Sequence[float]],
 ) -> Conversations:
-    """The turns of one step: whatever the model samples, they end after as many tokens as ``lengths`` say."""
+    """Return the turns of one step: whatever the model samples, they end after as many tokens as ``lengths`` say."""
     from rlhf_megatron.generation.conversations import Conversations
     from rlhf_megatron.rewards.user_environment import TURNS
     from rlhf_megatron.rollout.engine import Completion, EnvironmentReply
@@ -211,7 +211,7 @@ class Measuring:
         self._partner, self._groups = partner, groups_of(self._tokenizer, shape)
 
     def step(self, waits: bool, part: int = 1) -> dict[str, float]:
-        """Plays all trajectories, with turns of a ``part`` of their lengths; returns what that took."""
+        """Play all trajectories, with turns of a ``part`` of their lengths; return what that took."""
         from rlhf_megatron.generation.prompt_groups import requests_for
         from rlhf_megatron.rollout.engine import Sampling
 
@@ -245,13 +245,13 @@ class Measuring:
         }
 
     def close(self) -> None:
-        """Ends processes and engine."""
+        """End processes and engine."""
         self._partner.close()
         self._engine.close()
 
 
 def run_rank(name: str, steps: int, output: Path) -> None:
-    """The rank's part, which writes the report after each pair of steps."""
+    """Do the rank's part, which writes the report after each pair of steps."""
     prepare_environment()
     from rlhf_megatron.topology.world import join_world
 
@@ -263,7 +263,7 @@ def run_rank(name: str, steps: int, output: Path) -> None:
 
 
 def measure(shape: Shape, recipe: RLRecipe, steps: int) -> Iterator[dict[bool, list[dict[str, float]]]]:
-    """Yields the figures of the steps so far, with waits and without, after each pair."""
+    """Yield the figures of the steps so far, with waits and without, after each pair."""
     measuring = Measuring(shape, recipe)
     measuring.step(waits=False, part=8)
     measured: dict[bool, list[dict[str, float]]] = {True: [], False: []}
@@ -276,7 +276,7 @@ def measure(shape: Shape, recipe: RLRecipe, steps: int) -> Iterator[dict[bool, l
 
 
 def write(output: Path, name: str, recipe: RLRecipe, measured: Mapping[bool, Sequence[Mapping[str, float]]]) -> None:
-    """Puts a shape's row into the report, in place of its former one."""
+    """Put a shape's row into the report, in place of its former one."""
     with_waits, without = (
         {key: spread([step[key] for step in measured[waits]]) for key in measured[waits][0]} for waits in (True, False)
     )

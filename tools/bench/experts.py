@@ -62,7 +62,7 @@ class Way(NamedTuple):
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=8704, help="of a micro-batch; default: %(default)s")
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def measure(model: str, tokens: int) -> dict[str, Any]:
-    """Milliseconds of each way, and how far results of both are from each other relative to the largest."""
+    """Return milliseconds of each way, and how far results of both are from each other relative to the largest."""
     shape = SHAPES[model]
     generator = torch.Generator().manual_seed(1)
     drawn = torch.multinomial(
@@ -123,7 +123,7 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
 
 
 def ours(shape: Shape, weights: Tensor, counts: Sequence[int]) -> Way:
-    """The layer of ``models.experts``."""
+    """Return the layer of ``models.experts``."""
     sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size")
     layer = ExpertRows(
         shape.experts,
@@ -146,7 +146,8 @@ def ours(shape: Shape, weights: Tensor, counts: Sequence[int]) -> Way:
 
 
 def transformer_engine(shape: Shape, weights: Tensor, counts: Sequence[int]) -> Way:
-    """Its GroupedLinear, as Megatron has it; forward and its inputs' gradient in one CUTLASS kernel where it can."""
+    """Return its GroupedLinear, as Megatron has it; forward and its inputs' gradient in one CUTLASS kernel where it
+    can."""
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
     import transformer_engine.pytorch as te
 
@@ -163,12 +164,12 @@ def transformer_engine(shape: Shape, weights: Tensor, counts: Sequence[int]) -> 
 
 
 def one_expert(shape: Shape, weights: Tensor, _: Sequence[int]) -> Way:
-    """All tokens by the first matrix."""
+    """Multiply all tokens by the first matrix."""
     total = torch.zeros(shape.rows, shape.columns, device="cuda")
     matrix = weights[: shape.rows]
 
     class Product(torch.autograd.Function):
-        """Adds the matrix' gradient to its sum, as the others do."""
+        """Product whose backward pass adds the matrix' gradient to its sum, as the others do."""
 
         @staticmethod
         def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -194,12 +195,12 @@ def _add_sums(parameters: Sequence[Any]) -> None:
 
 
 def _drop_gradient(parameter: Tensor) -> None:
-    """As Megatron's hook."""
+    """Do as Megatron's hook does."""
     parameter.grad = None
 
 
 def timed(action: Callable[[], Any]) -> dict[str, dict[str, float]]:
-    """Milliseconds until all is done on the GPU, and until the host has asked for it."""
+    """Return milliseconds until all is done on the GPU, and until the host has asked for it."""
     gpu, host = [], []
     for number in range(WARM_UPS + REPEATS):
         torch.cuda.synchronize()
@@ -214,7 +215,7 @@ def timed(action: Callable[[], Any]) -> dict[str, dict[str, float]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     names = (OURS, THEIRS, CEILING)
     table = Table("experts of", *(f"{name}: ms (host)" for name in names), "TFLOP/s", "difference")
     for row in results:

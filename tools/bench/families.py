@@ -171,7 +171,7 @@ def draw(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the tests and write their results; returns 1 where one failed."""
+    """Run the tests and write their results; return 1 where one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--folder", type=Path, default=Path("docs/results"), help="of the results; default: %(default)s"

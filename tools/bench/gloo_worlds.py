@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def time_to_join(ranks: int, lazy: bool) -> dict[str, Any]:
-    """Seconds until ``ranks`` processes have joined and exchanged once, and the connections of the first one."""
+    """Return seconds until ``ranks`` processes have joined and exchanged once, and the connections of the first one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -10,7 +10,7 @@ from reports import spread
 
 
 def milliseconds(way: Callable[[], Any], warm_ups: int, repeats: int) -> dict[str, float]:
-    """Of what ``way`` has a GPU do. It has work while kernels are being started, so starting them does not count."""
+    """Time what ``way`` has a GPU do. It has work while kernels are being started, so starting them does not count."""
     busy = torch.empty(1 << 29, device="cuda")
     taken = []
     for repeat in range(warm_ups + repeats):

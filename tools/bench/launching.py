@@ -19,7 +19,7 @@ _SECONDS_TO_READ_ON = 5.0
 def run_on_ranks(
     ranks: int, script: Path, arguments: Sequence[str], seconds: float | None = None, folder: Path | None = None
 ) -> str:
-    """``run`` of a script under torchrun."""
+    """Run a script's ``run`` under torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
     meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     return run("the ranks", ["-P", *torchrun, *meeting, str(script), *arguments], seconds, folder)
@@ -33,7 +33,8 @@ def run(
     environment: Mapping[str, str] = os.environ,
     python: Sequence[str] = (sys.executable,),
 ) -> str:
-    """Runs ``python`` with ``arguments``; why that failed, or nothing. What takes longer than ``seconds`` is ended."""
+    """Run ``python`` with ``arguments``; return why that failed, or nothing. What takes longer than ``seconds`` is
+    ended."""
     command = [*python, *arguments]
     environment = {**environment, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(
@@ -54,12 +55,12 @@ def run(
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The last of the lines that name an error, without torch's mark of the rank; empty where none does."""
+    """Return the last of the lines that name an error, without torch's mark of the rank; empty where none does."""
     return next((match[1] for line in reversed(lines) if (match := _ERROR.match(line))), "")
 
 
 def _pass_on(stream: IO[str], errors: list[str]) -> None:
-    """Copies ``stream`` to stderr as it comes, and the lines that name an error to ``errors``."""
+    """Copy ``stream`` to stderr as it comes, and the lines that name an error to ``errors``."""
     for line in stream:
         sys.stderr.write(line)
         sys.stderr.flush()

@@ -3,8 +3,8 @@
     python tools/bench/learning_curves.py --recipe recipes/smollm_grpo.yaml --algorithms grpo,ppo --seeds 1,2 \\
         --output docs/results/algorithms
 
-Each run is `torchrun launch/train.py` with the recipe, the algorithm's overlays and the values below. With --parallel,
-so many runs share the machine: curves are the same then, times are not.
+Each run is ``torchrun launch/train.py`` with the recipe, the algorithm's overlays and the values below. With
+--parallel, so many runs share the machine: curves are the same then, times are not.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ALGORITHMS = {
 
 
 def main() -> int:
-    """Returns the exit status: 0, or 1 where a run failed."""
+    """Return the exit status: 0, or 1 where a run failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
@@ -83,7 +83,8 @@ def main() -> int:
 
 
 def train(name: str, seed: str, index: int, options: argparse.Namespace) -> int:
-    """One run, the one at ``index`` in the list; its metrics are copied into the output folder however it ended."""
+    """Make one run, the one at ``index`` in the list; its metrics are copied into the output folder however it
+    ended."""
     algorithm, run = ALGORITHMS[name], f"curve_{name}_{seed}"
     folder = options.output
     recipe = folder / f"{run}.yaml"
@@ -114,7 +115,7 @@ def train(name: str, seed: str, index: int, options: argparse.Namespace) -> int:
 
 
 def summarize(folder: Path, order: Sequence[str]) -> None:
-    """Writes FOLDER.json and FOLDER.png from the metrics in ``folder``."""
+    """Write FOLDER.json and FOLDER.png from the metrics in ``folder``."""
     curves: dict[str, dict[str, dict[int, float]]] = {}
     seconds: dict[str, list[float]] = {}
     for name in order:
@@ -144,13 +145,13 @@ def summarize(folder: Path, order: Sequence[str]) -> None:
 
 
 def accuracy(record: Mapping[str, float]) -> float | None:
-    """The mean held-out accuracy of a record over its data sources, or None."""
+    """Return the mean held-out accuracy of a record over its data sources, or None."""
     values = [value for name, value in record.items() if name.startswith("eval/") and name.endswith("/accuracy")]
     return fmean(values) if values else None
 
 
 def draw(table: Mapping[str, Any], picture: Path) -> None:
-    """The mean over seeds of each algorithm's held-out accuracy, and the span of its seeds."""
+    """Draw the mean over seeds of each algorithm's held-out accuracy, and the span of its seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -40,7 +40,7 @@ MOST_SHARES = 1.3  # of the shard, beside one tensor: what a rank may need at it
 
 
 def main() -> int:
-    """Returns the exit status: 1 where more memory was needed than the target allows."""
+    """Return the exit status: 1 where more memory was needed than the target allows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, help="folder with a config.json")
     parser.add_argument("--tensor", type=int, default=4, help="tensor-parallel ranks; default: %(default)s")
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def write_random(architecture: Architecture, companions: Path, folder: Path) -> None:
-    """Writes a checkpoint of random weights."""
+    """Write a checkpoint of random weights."""
     weights, blocks = RandomWeights(architecture, 1, torch.device("cpu")), whole_blocks(architecture)
     drawn = ((block.tensor, weights.read(block.tensor, block.region).bfloat16()) for block in blocks)
     tracked = track(drawn, "random checkpoint", len(blocks), console=Console(stderr=True))
@@ -69,7 +69,7 @@ def write_random(architecture: Architecture, companions: Path, folder: Path) -> 
 
 
 def in_own_process(checkpoint: Path, layout: Layout) -> dict[str, Any]:
-    """Runs ``load`` in a fresh process that has nothing of this one's memory."""
+    """Run ``load`` in a fresh process that has nothing of this one's memory."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=load, args=(checkpoint, layout, sender))
     process.start()
@@ -79,7 +79,7 @@ def in_own_process(checkpoint: Path, layout: Layout) -> dict[str, Any]:
 
 
 def load(checkpoint: Path, layout: Layout, sender: Connection) -> None:
-    """Loads the shard of the first rank; sends the bytes of the shard and the most memory beyond that before it."""
+    """Load the shard of the first rank; send the bytes of the shard and the most memory beyond that before it."""
     architecture = read_architecture(checkpoint)
     blocks = megatron_blocks(architecture, layout, 0, "local")
     before, stop, peak = anonymous_memory(), threading.Event(), [0]
@@ -109,7 +109,7 @@ def load(checkpoint: Path, layout: Layout, sender: Connection) -> None:
 
 
 def anonymous_memory() -> int:
-    """Bytes of this process that belong to no file."""
+    """Return bytes of this process that belong to no file."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -117,7 +117,7 @@ def anonymous_memory() -> int:
 
 
 def plain_read(checkpoint: Path, count: int) -> float:
-    """Seconds to read so many bytes of the checkpoint's files into one buffer."""
+    """Return seconds to read so many bytes of the checkpoint's files into one buffer."""
     buffer, left = memoryview(bytearray(1 << 26)), count
     began = time.perf_counter()
     for path in sorted(checkpoint.glob("*.safetensors")):

@@ -28,21 +28,21 @@ WARM_UPS, REPEATS = 3, 10
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropy), [T] each, by torch."""
+    """Return (logprobs, entropy), [T] each, by torch."""
     log_probability = (hidden @ weight.T).float().log_softmax(-1)
     entropy = -(log_probability.exp() * log_probability).sum(-1)
     return log_probability.gather(-1, targets[:, None])[:, 0], entropy
 
 
 def products(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """The matrix products that the plain way cannot do without."""
+    """Do the matrix products that the plain way cannot do without."""
     logits = hidden @ weight.T
     torch.mm(logits, weight)
     torch.mm(logits.T, hidden)
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", default="4096,16384", help="default: %(default)s")
     parser.add_argument("--vocabulary", type=int, default=152_064, help="default: %(default)s")
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def measure(tokens: int, vocabulary: int, hidden_size: int) -> list[dict[str, Any]]:
-    """One row per way."""
+    """Return one row per way."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(1)
@@ -85,7 +85,7 @@ def measure(tokens: int, vocabulary: int, hidden_size: int) -> list[dict[str, An
 
 
 def one(way: Callable[..., Any], hidden: Tensor, weight: Tensor, targets: Tensor, learns: bool) -> dict[str, float]:
-    """Median seconds with their spread, and bytes beyond inputs and gradients at the peak."""
+    """Return median seconds with their spread, and bytes beyond inputs and gradients at the peak."""
     hidden, weight = (leaf.detach().requires_grad_(learns and way is not products) for leaf in (hidden, weight))
     cuda = hidden.is_cuda
     seconds, extra = [], 0
@@ -111,7 +111,7 @@ def one(way: Callable[..., Any], hidden: Tensor, weight: Tensor, targets: Tensor
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     table = Table("tokens", "way", "pass", "ms", "extra GB")
     for row in results:
         cells = ("out of memory", "-")

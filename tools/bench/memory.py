@@ -48,7 +48,7 @@ SECONDS_FOR_ONE = 180.0
 
 
 def main() -> int:
-    """Measures one switch after the other; returns 1 where a process failed otherwise than for lack of memory."""
+    """Measure one switch after the other; return 1 where a process failed otherwise than for lack of memory."""
     parser = make_parser(__doc__ or "", length=512)
     parser.add_argument("--tokens-per-gpu", type=int, default=1024, help="of a micro-batch; default: %(default)s")
     parser.add_argument("--switches", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="NAME")
@@ -72,13 +72,13 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures what one switch does, beside the estimate."""
+    """Measure what one switch does, beside the estimate."""
     section = SWITCHES[options.one]
     return {"found": measured(options, section) | reckoned(options, section)}
 
 
 def measured(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, Any]:
-    """GB of 2^30 bytes, and seconds; or that the role does not fit."""
+    """Return GB of 2^30 bytes, and seconds; or that the role does not fit."""
     try:
         return _phases(options, section)
     except torch.OutOfMemoryError:
@@ -110,7 +110,7 @@ def _phases(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, A
 
 
 def reckoned(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, float]:
-    """The same by the estimate, without what it sets aside for the CUDA context and for vLLM."""
+    """Return the same by the estimate, without what it sets aside for the CUDA context and for vLLM."""
     recipe = _recipe(options, section)
     architectures = role_architectures(recipe, read_architecture(options.model))
     [actor] = estimate(recipe, architectures, 1).roles["actor"]
@@ -122,7 +122,7 @@ def reckoned(options: argparse.Namespace, section: dict[str, Any]) -> dict[str, 
 
 
 def _recipe(options: argparse.Namespace, section: dict[str, Any]) -> Recipe:
-    """One that has a micro-batch as here and rows that are no longer."""
+    """Return one that has a micro-batch as here and rows that are no longer."""
     values: dict[str, Any] = {"layout": {"tensor": 1}, "sequence_parallel": False, **section}
     given = {f"actor.{key}": value for key, value in values.items()} | {
         "actor.tokens_per_gpu": options.tokens_per_gpu,

@@ -96,7 +96,7 @@ SIDES = {
 
 @command
 def main() -> int:
-    """Measures one shape after the other; returns 1 where one failed or missed its target, 2 for what cannot be run."""
+    """Measure one shape after the other; return 1 where one failed or missed its target, 2 for what cannot be run."""
     options = parsed()
     options.environment = dict(os.environ)  # peers get none of what our engine sets
     if problem := problem_of(options):
@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    """The options, with ``sides`` by name, those of --sweep among them."""
+    """Return the options, with ``sides`` by name, those of --sweep among them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     shapes = [shape["model"] for shape in shapes_of_one_gpu()]
     default = ["0.5B", "7B"] if torch.cuda.is_available() else ["toy"]
@@ -158,7 +158,7 @@ def parsed() -> argparse.Namespace:
 
 
 def problem_of(options: argparse.Namespace) -> str:
-    """Reason why a side cannot run at all, with what to do; nothing where all can."""
+    """Return the reason why a side cannot run at all, with what to do; nothing where all can."""
     trainers = {side.trainer for side in options.sides.values()}
     if "trl" in trainers and (missing := trl_is_missing()):
         return missing
@@ -179,7 +179,7 @@ def problem_of(options: argparse.Namespace) -> str:
 
 
 def problem_of_verl(python: Sequence[str]) -> str:
-    """Reason why a command is no Python that imports verl; nothing where it does."""
+    """Return the reason why a command is no Python that imports verl; nothing where it does."""
     try:
         imported = subprocess.run([*python, "-c", "import verl"], capture_output=True, text=True, errors="replace")
     except OSError as error:
@@ -189,13 +189,14 @@ def problem_of_verl(python: Sequence[str]) -> str:
 
 
 def shapes_of_one_gpu() -> list[dict[str, Any]]:
-    """Those of ``step_shapes.yaml`` that peers can have too: models without experts, whose rollout is of their type."""
+    """Return those of ``step_shapes.yaml`` that peers can have too: models without experts, whose rollout is of their
+    type."""
     shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
     return [shape for shape in shapes if shape["gpus"] == 1 and shape["model"] in ("toy", *ENGINE_MEMORY)]
 
 
 def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """The row of one shape, from all sides in turn."""
+    """Return the row of one shape, from all sides in turn."""
     model, folder = shape["model"], (options.work / shape["model"]).resolve()
     if not (options.resume and (folder / "model").exists()):
         folder_with_model(folder)
@@ -222,7 +223,7 @@ def measured(shape: Mapping[str, Any], options: argparse.Namespace) -> dict[str,
 def prepare(
     shape: Mapping[str, Any], folder: Path, steps: int, overrides: Sequence[str], equal: bool = True
 ) -> RLRecipe:
-    """Writes the recipe of a shape into a ``folder``; returns it.
+    """Write the recipe of a shape into a ``folder``; return it.
 
     ``equal``: all responses are as long as the shape's mean; else their lengths are drawn as the shape says.
     """
@@ -248,7 +249,7 @@ def prepare(
 
 
 def write_weights(config: Path, folder: Path) -> None:
-    """Puts random weights of the shape into a ``folder`` with a tiny model, whose tokenizer stays."""
+    """Put random weights of the shape into a ``folder`` with a tiny model, whose tokenizer stays."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for old in folder.glob("*.safetensors*"):
@@ -262,7 +263,7 @@ def write_weights(config: Path, folder: Path) -> None:
 
 
 def settings_of(name: str, side: Side, recipe: RLRecipe, model: str, folder: Path) -> dict[str, Any]:
-    """With what a side does the work of the recipe: its own recipe, TRL's settings or verl's.
+    """Return with what a side does the work of the recipe: its own recipe, TRL's settings or verl's.
 
     Raises UserError for other values that the side cannot have.
     """
@@ -281,8 +282,8 @@ def settings_of(name: str, side: Side, recipe: RLRecipe, model: str, folder: Pat
 def run_side(
     name: str, side: Side, settings: Mapping[str, Any], folder: Path, output: Path, options: argparse.Namespace
 ) -> str:
-    """Trains in a process of its own, which leaves ``output`` with the seconds to the end of the first step; why it
-    failed, or nothing."""
+    """Train in a process of its own, which leaves ``output`` with the seconds to the end of the first step; return why
+    it failed, or nothing."""
     started = time.time()
     if side.trainer == "ours":
         shutil.rmtree(folder / "runs", ignore_errors=True)
@@ -304,7 +305,7 @@ def run_side(
 
 
 def described(recipe: RLRecipe, settings: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, Any]:
-    """All settings of all sides that bear on the time; without folders of this machine."""
+    """Return all settings of all sides that bear on the time; without folders of this machine."""
     bearing = ("model", "algorithm", "actor", "rollout")
     work = {
         "prompt_tokens": recipe.data.max_prompt_length,
@@ -322,8 +323,8 @@ def described(recipe: RLRecipe, settings: Mapping[str, Mapping[str, Any]], folde
 
 
 def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int, warm_up: int) -> dict[str, Any]:
-    """The figures of a row, from seconds and tokens of each side's rounds; ``failed`` where ours has none, or a side
-    other tokens."""
+    """Return the figures of a row, from seconds and tokens of each side's rounds; ``failed`` where ours has none, or a
+    side other tokens."""
     result: dict[str, Any] = {"tokens_per_step": tokens, "sides": {}}
     for side, of_rounds in rounds.items():
         if failed := [one["failed"] for one in of_rounds if "failed" in one]:
@@ -342,7 +343,7 @@ def summary(rounds: Mapping[str, Sequence[Mapping[str, Any]]], tokens: int, warm
 
 
 def of_side(rounds: Sequence[Mapping[str, Any]], tokens: int, warm_up: int) -> dict[str, Any]:
-    """The figures of one side, and its phases where it tells them."""
+    """Return the figures of one side, and its phases where it tells them."""
     counted = [list(one["seconds"][warm_up:]) for one in rounds]
     seconds = [each for one in counted for each in one]
     figures: dict[str, Any] = {
@@ -370,7 +371,7 @@ def of_side(rounds: Sequence[Mapping[str, Any]], tokens: int, warm_up: int) -> d
 
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
-    """Puts a row into the output in place of an earlier one of its shape."""
+    """Put a row into the output in place of an earlier one of its shape."""
     versions = package_versions()
     for name in ("trl", "accelerate", "datasets"):
         if importlib.util.find_spec(name) is not None:
@@ -379,7 +380,7 @@ def write(output: Path, row: Mapping[str, Any]) -> None:
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Missed targets, in words: times the tokens per second of each trainer; the toy has none."""
+    """Return missed targets, in words: times the tokens per second of each trainer; the toy has none."""
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
         for side, ratio in row["ratio"].items():

@@ -73,7 +73,7 @@ class Task:
         return RunFolder(self.recipe.run_root, self.recipe.name)
 
     def settings(self, side: str) -> dict[str, Any]:
-        """With what a side does it."""
+        """Return with what a side does it."""
         if side == "ours":
             return self.recipe.model_dump(mode="json")
         settings = trl_settings(self.recipe, "", (), has_gpu())
@@ -95,13 +95,13 @@ class Task:
         }
 
     def exported(self, side: str) -> Path:
-        """The folder that a side leaves its model in."""
+        """Return the folder that a side leaves its model in."""
         return self.run_folder.export(self.recipe.steps) if side == "ours" else self.folder / "trl-model"
 
 
 @command
 def main() -> int:
-    """Trains one after the other; returns 1 where one failed, 2 where one cannot run."""
+    """Train one after the other; return 1 where one failed, 2 where one cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     recipe = "recipes/smollm_grpo.yaml" if torch.cuda.is_available() else "recipes/tiny_grpo.yaml"
     parser.add_argument("--recipe", type=Path, default=Path(recipe), help="default: %(default)s")
@@ -132,7 +132,7 @@ def main() -> int:
 
 
 def task_of(options: argparse.Namespace, seed: int) -> Task:
-    """Writes the prompts of a seed, in an order of its own, into a folder, and returns the recipe with them."""
+    """Write the prompts of a seed, in an order of its own, into a folder, and return the recipe with them."""
     folder = (options.work / f"seed-{seed}").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -161,7 +161,7 @@ def task_of(options: argparse.Namespace, seed: int) -> Task:
 
 
 def one_run(task: Task, side: str, seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The row of a side and a seed."""
+    """Return the row of a side and a seed."""
     row: dict[str, Any] = {"side": side, "seed": task.seed}
     settings, output, started = task.settings(side), task.folder / f"{side}.json", time.time()
     path = task.folder / f"{side}.settings.json"
@@ -185,13 +185,14 @@ def one_run(task: Task, side: str, seconds: float, environment: Mapping[str, str
 
 
 def rewards_of(task: Task) -> list[float]:
-    """The mean reward of each step of our run."""
+    """Return the mean reward of each step of our run."""
     records = read_records(task.run_folder.metrics)
     return [record["reward/mean"] for record in records if "reward/mean" in record]
 
 
 def held_out(model: Path, recipe: RLRecipe, seed: int) -> dict[str, float]:
-    """The accuracy of a model in ``model`` on the recipe's held-out prompts by transformers, and its 95% interval."""
+    """Return the accuracy of a model in ``model`` on the recipe's held-out prompts by transformers, and its 95%
+    interval."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     files = [pyarrow.parquet.read_table(file) for file in recipe.data.validation_files]
@@ -227,18 +228,19 @@ def held_out(model: Path, recipe: RLRecipe, seed: int) -> dict[str, float]:
 
 
 def rows_beside(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Rows with one in place of that of its side and seed."""
+    """Return rows with one in place of that of its side and seed."""
     others = [old for old in rows if (old["side"], old["seed"]) != (row["side"], row["seed"])]
     return sorted([*others, row], key=lambda each: (each["side"], each["seed"]))
 
 
 def finished(rows: Sequence[Mapping[str, Any]], side: str) -> list[Mapping[str, Any]]:
-    """The rows of a side's runs that did not fail."""
+    """Return the rows of a side's runs that did not fail."""
     return [row for row in rows if row["side"] == side and "failed" not in row]
 
 
 def summary(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Of each side over its seeds: held-out accuracy, minutes on the GPU, and the points gained in one of them."""
+    """Return of each side over its seeds: held-out accuracy, minutes on the GPU, and the points gained in one of
+    them."""
     sides = {}
     for side in SIDES:
         runs = finished(rows, side)
@@ -262,7 +264,7 @@ def summary(rows: Sequence[Mapping[str, Any]], before: Mapping[str, float]) -> d
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The mean reward of each step, a band over seeds, and beside it the same by minutes."""
+    """Draw the mean reward of each step, a band over seeds, and beside it the same by minutes."""
     import matplotlib
 
     matplotlib.use("Agg")

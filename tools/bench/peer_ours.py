@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(recipe: str) -> dict[str, Any]:
-    """Trains by the recipe; seconds, CPU seconds and tokens of each step."""
+    """Train by the recipe; return seconds, CPU seconds and tokens of each step."""
     from rlhf_megatron.loops.rl import run_rl
     from rlhf_megatron.loops.step_recorder import StepRecorder
     from rlhf_megatron.loops.training_run import set_up
@@ -37,7 +37,7 @@ def train(recipe: str) -> dict[str, Any]:
     first_step_ended = 0.0
 
     class TimedRecorder(StepRecorder):
-        """Reads the time when a step has ended."""
+        """Reader of the time when a step has ended."""
 
         def begin_step(self, step: int) -> bool:
             if not ends:
@@ -66,14 +66,14 @@ def train(recipe: str) -> dict[str, Any]:
 
 
 def now() -> tuple[float, float]:
-    """The time when what has been asked of the GPU is done, and the CPU's time of this process."""
+    """Return the time when what has been asked of the GPU is done, and the CPU's time of this process."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
 def main() -> None:
-    """Joins the world, trains, leaves the result in a file."""
+    """Join the world, train, leave the result in a file."""
     recipe, output = sys.argv[1:]
     prepare_environment()
     join_world()

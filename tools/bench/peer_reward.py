@@ -6,5 +6,5 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """0, 1/4, 1/2, 3/4 or 1, by the number of characters."""
+    """Return 0, 1/4, 1/2, 3/4 or 1, by the number of characters."""
     return (len(solution_str) % 5) / 4

@@ -18,12 +18,12 @@ TRL_TOKENS_AT_ONCE = 16384
 
 
 def trl_is_missing() -> str:
-    """Reason why TRL cannot run here, with what to do; nothing where it can."""
+    """Return the reason why TRL cannot run here, with what to do; nothing where it can."""
     return "" if importlib.util.find_spec("trl") else 'TRL is not installed: pip install -e ".[peer]"'
 
 
 def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu: bool) -> dict[str, Any]:
-    """Settings for ``peer_trl.py`` with which TRL does the work of the recipe. ``overrides``: KEY=JSON."""
+    """Return settings for ``peer_trl.py`` with which TRL does the work of the recipe. ``overrides``: KEY=JSON."""
     rollout, optimizer, batch = recipe.rollout, recipe.actor.optimizer, recipe.batch
     rows = batch.prompts_per_step * batch.responses_per_prompt
     prompt, response = recipe.data.max_prompt_length, rollout.max_response_length
@@ -83,7 +83,8 @@ def trl_settings(recipe: RLRecipe, model: str, overrides: Sequence[str], on_gpu:
 
 
 def rows_at_once(rows: int, length: int, tokens: int) -> int:
-    """The most rows of ``length`` tokens that fit a micro-batch of ``tokens`` and divide ``rows``; 1 at least."""
+    """Return the most rows of ``length`` tokens that fit a micro-batch of ``tokens`` and divide ``rows``; 1 at
+    least."""
     return max(count for count in range(1, rows + 1) if rows % count == 0 and (count == 1 or count * length <= tokens))
 
 
@@ -190,7 +191,7 @@ VERL_SHAPES: dict[str, dict[str, dict[str, Any]]] = {
 def verl_settings(
     recipe: RLRecipe, model: str, engine: str, overrides: Sequence[str], folder: str, reward: str
 ) -> dict[str, Any]:
-    """Settings for ``peer_verl.py`` with which verl does the work of the recipe, whose inputs lie in ``folder``.
+    """Return settings for ``peer_verl.py`` with which verl does the work of the recipe, whose inputs lie in ``folder``.
 
     ``engine``: of ``VERL_SHAPES``. ``overrides``: hydra's, KEY=VALUE.
     """
@@ -228,14 +229,14 @@ def verl_settings(
 
 
 def written(value: Any) -> str:
-    """A value in hydra's grammar."""
+    """Return a value in hydra's grammar."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
 
 
 def response_lengths(recipe: RLRecipe) -> list[list[int]]:
-    """Tokens of each response to each prompt of a step, the same in every step."""
+    """Return tokens of each response to each prompt of a step, the same in every step."""
     drawn, batch = recipe.rollout.drawn_lengths, recipe.batch
     assert drawn is not None
     rows = range(batch.prompts_per_step * batch.responses_per_prompt)
@@ -244,13 +245,13 @@ def response_lengths(recipe: RLRecipe) -> list[list[int]]:
 
 
 def tokens_per_step(recipe: RLRecipe) -> int:
-    """Of all prompts, counted once for each response, and responses."""
+    """Return those of all prompts, counted once for each response, and responses."""
     rows = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
     return rows * recipe.data.max_prompt_length + sum(map(sum, response_lengths(recipe)))
 
 
 def without_folders(values: Mapping[str, Any], folder: str, here: str) -> dict[str, Any]:
-    """Settings fit to be published: nothing in them says where the benchmark ran."""
+    """Return settings fit to be published: nothing in them says where the benchmark ran."""
     text = json.dumps(values).replace(f"{folder}/", "").replace(f"{here}/", "")
     published: dict[str, Any] = json.loads(text)
     return published

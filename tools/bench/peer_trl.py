@@ -29,14 +29,15 @@ from rlhf_megatron.user_files import run_file
 
 
 def train(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains for the steps that the settings ask for; seconds, CPU seconds and tokens of each, when the first ended."""
+    """Train for the steps that the settings ask for; return seconds, CPU seconds and tokens of each, when the first
+    ended."""
     import torch
     from datasets import Dataset  # type: ignore[import-not-found,unused-ignore]  # as TRL no requirement of the project
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found,unused-ignore]
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # mypy does not look into transformers
-        """Reads the time when a step has ended: from one end to the next is a step with all that belongs to it."""
+        """Reader of the time when a step has ended: from one end to the next is a step with all that belongs to it."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -90,7 +91,7 @@ def train(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int) -> None:
-    """Raises ValueError where TRL's template gives a prompt another number of tokens than ours."""
+    """Raise ValueError where TRL's template gives a prompt another number of tokens than ours."""
     for row in rows:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         if len(ids) != length:
@@ -98,7 +99,7 @@ def check_lengths(tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int
 
 
 def reward_of(file: Path) -> Callable[..., list[float]]:
-    """A file's ``compute_score``, which ours calls as it is, in the form that TRL calls."""
+    """Return a file's ``compute_score``, which ours calls as it is, in the form that TRL calls."""
     module = run_file(file, "reward")
     assert module is not None, file
 
@@ -114,7 +115,7 @@ def reward_of(file: Path) -> Callable[..., list[float]]:
 
 
 def adapt_to_cpus() -> None:
-    """Sets up vLLM without a GPU, on both sides alike: the environment, and weights that can be written in place."""
+    """Set up vLLM without a GPU, on both sides alike: the environment, and weights that can be written in place."""
     prepare_environment()
     from rlhf_megatron.compat.vllm import cpu, model_inspection
 
@@ -123,14 +124,14 @@ def adapt_to_cpus() -> None:
 
 
 def pass_to_engine(arguments: Mapping[str, Any]) -> None:
-    """Adds arguments to those that TRL makes its vLLM engine with."""
+    """Add arguments to those that TRL makes its vLLM engine with."""
     from trl.generation import vllm_generation  # type: ignore[import-not-found,unused-ignore]
 
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, **arguments)
 
 
 def main() -> None:
-    """Reads the settings, trains, leaves the result in a file."""
+    """Read the settings, train, leave the result in a file."""
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if not has_gpu():
         adapt_to_cpus()

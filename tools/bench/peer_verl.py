@@ -31,7 +31,7 @@ PACKAGES = ("verl", "ray", "torch", "vllm", "transformers")
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:
-    """verl's whole configuration for the settings, from its own defaults."""
+    """Return verl's whole configuration for the settings, from its own defaults."""
     from hydra import compose, initialize_config_module  # type: ignore[import-not-found,unused-ignore]  # as verl
 
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -39,7 +39,7 @@ def configuration(settings: Mapping[str, Any]) -> Any:
 
 
 def write_inputs(settings: Mapping[str, Any], folder: Path) -> None:
-    """Writes the prompts in verl's form, with the lengths of their responses, and the agent loop that keeps to them."""
+    """Write the prompts in verl's form, with the lengths of their responses, and the agent loop that keeps to them."""
     prompts = pyarrow.parquet.read_table(settings["prompts"]).to_pylist()
     rows = [
         {
@@ -60,7 +60,7 @@ def write_inputs(settings: Mapping[str, Any], folder: Path) -> None:
 
 
 class MetricsLog(threading.Thread):
-    """Reads verl's log as it grows, and the clock with each line: a step has ended then, its metrics included."""
+    """Reader of verl's log as it grows, and the clock with each line: a step has ended then, its metrics included."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
@@ -71,13 +71,13 @@ class MetricsLog(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Reads until ``close``, and what there is then."""
+        """Read until ``close``, and what there is then."""
         while not self._over.wait(0.005):
             self._read()
         self._read()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._over.set()
         self.join()
 
@@ -89,7 +89,7 @@ class MetricsLog(threading.Thread):
 
 
 def result(log: MetricsLog) -> dict[str, Any]:
-    """Figures of each step in the log; the seconds of the first are those since the log was opened."""
+    """Return figures of each step in the log; the seconds of the first are those since the log was opened."""
     names = sorted({name for step in log.steps for name in step if name.startswith("timing_s/")})
     return {
         "seconds": [after - before for before, after in itertools.pairwise([log.opened, *log.ends])],
@@ -105,7 +105,7 @@ def result(log: MetricsLog) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes verl's inputs, lets it train, leaves the result in a file."""
+    """Write verl's inputs, let it train, leave the result in a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("settings", type=Path)
     parser.add_argument("output", type=Path)

@@ -13,7 +13,7 @@ class LengthsOfData(SingleTurnAgentLoop):  # type: ignore[misc,unused-ignore]
     """verl's own single turn, with the length of each response from the column ``response_lengths`` ("12,80,...")."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """Samples one response, of as many tokens as its place among the prompt's responses has."""
+        """Sample one response, of as many tokens as its place among the prompt's responses has."""
         lengths = [int(each) for each in str(kwargs["response_lengths"]).split(",")]
         length = lengths[int(kwargs.get("session_id", 0)) % len(lengths)]
         return await super().run(sampling_params | {"max_tokens": length, "ignore_eos": True}, **kwargs)

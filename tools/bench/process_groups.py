@@ -43,7 +43,7 @@ TIMEOUT = datetime.timedelta(minutes=5)
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", action="store_true", help="time NCCL communicators, under torchrun")
     parser.add_argument(
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def simulated(ranks: int) -> dict[str, Any]:
-    """The groups of three roles on the last of ``ranks``."""
+    """Return the groups of three roles on the last of ``ranks``."""
     model, critic = LAYOUTS[ranks]
     roles = {"actor": model, "reference": model, "critic": critic}
     return {
@@ -84,7 +84,7 @@ def _degrees(layout: Layout) -> dict[str, int]:
 
 
 def _counted(ranks: int, make: Callable[[], list[list[list[int]]]]) -> dict[str, Any]:
-    """The cost of making the groups of all roles: calls by role, of one rank, connections of gloo, seconds."""
+    """Return the cost of making the groups of all roles: calls by role, of one rank, connections of gloo, seconds."""
     dist.init_process_group("fake", store=FakeStore(), rank=ranks - 1, world_size=ranks)
     start = time.perf_counter()
     of_roles = make()
@@ -107,7 +107,7 @@ def _make_by_members(layout: Layout) -> list[list[int]]:
 
 
 def _make_by_all(layout: Layout) -> list[list[int]]:
-    """As every rank did for each role: one group for each distinct set of ranks, also those that it is not in."""
+    """Do as every rank did for each role: one group for each distinct set of ranks, also those that it is not in."""
     distinct = dict.fromkeys(tuple(members) for members in _all_groups(layout))
     for members in distinct:
         dist.new_group(list(members))
@@ -127,7 +127,7 @@ def _all_groups(layout: Layout) -> Iterator[list[int]]:
 
 
 def communicators() -> dict[str, Any]:
-    """Milliseconds and bytes of a communicator of all ranks, made in each way and used once."""
+    """Return milliseconds and bytes of a communicator of all ranks, made in each way and used once."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)

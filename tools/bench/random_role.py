@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def make_parser(description: str, length: int) -> argparse.ArgumentParser:
-    """Arguments of every benchmark of a role: the model, the rows of a step, the result's file."""
+    """Return arguments of every benchmark of a role: the model, the rows of a step, the result's file."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder with a config.json")
     parser.add_argument("--rows", type=int, default=8, help="of a step; default: %(default)s")
@@ -36,7 +36,7 @@ def make_parser(description: str, length: int) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dict[str, Any]]) -> int:
-    """Joins the world, measures, prints the result and writes it with its surroundings. Returns the exit status."""
+    """Join the world, measure, print the result and write it with its surroundings. Returns the exit status."""
     prepare_environment()
     join_world()
     megatron.install()
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, measure: Callable[[argparse.Namespace], dic
 def random_role(
     model: Path, tokens_per_gpu: int, tensor: int = 1, shares_prompts: bool = False, **section: Any
 ) -> Role:
-    """A learning role on ``tensor`` devices with random weights, which torch's seed decides; on CPUs in float32.
+    """Return a learning role on ``tensor`` devices with random weights, which torch's seed decides; on CPUs in float32.
 
     ``section``: more keys of its section in a recipe.
     """
@@ -70,8 +70,8 @@ def random_role(
 def random_batch(
     vocabulary: int, rows: int, length: int, prompt: int = 1, responses: int = 1
 ) -> tuple[RolloutBatch, dict[str, torch.Tensor]]:
-    """Rows of random tokens, sampled but for the ``prompt`` that each ``responses`` rows begin with; and weights of
-    their logprobs in a loss.
+    """Return rows of random tokens, sampled but for the ``prompt`` that each ``responses`` rows begin with; and weights
+    of their logprobs in a loss.
     """
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in range(rows)]
@@ -81,7 +81,7 @@ def random_batch(
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds, bytes at the peak of what torch has allocated on a GPU)."""
+    """Return (seconds, bytes at the peak of what torch has allocated on a GPU)."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.synchronize()

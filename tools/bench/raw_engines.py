@@ -28,7 +28,7 @@ WARM_UP_PIECES = 2  # prompts or micro-batches
 
 
 def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The tokens that vLLM answers each prompt with, as many as ``lengths`` say."""
+    """Return the tokens that vLLM answers each prompt with, as many as ``lengths`` say."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -50,27 +50,27 @@ def generate(engine: RolloutEngine, prompts: Sequence[Sequence[int]], lengths: S
 def answers_of(
     engine: VllmEngine, prompts: Sequence[Mapping[str, Any]], parameters: Sequence[SamplingParams]
 ) -> list[Any]:
-    """Outputs of ``LLM.generate``, which has the engine's own scratch memory."""
+    """Return outputs of ``LLM.generate``, which has the engine's own scratch memory."""
     with engine._workspace.in_use():
         outputs: list[Any] = engine._llm.generate(prompts, parameters, use_tqdm=False)
         return outputs
 
 
 def micro_batches(role: Role, batch: RolloutBatch) -> list[MicroBatch]:
-    """The micro-batches of this rank's share of the rows; the packing is the role's own."""
+    """Return the micro-batches of this rank's share of the rows; the packing is the role's own."""
     passes, budget = role._passes, role.section.update_tokens * role.layout.context
     plan = passes._plan(batch, budget, rows_together=1, multiple=1)
     return [passes._micro_batch(batch, rows, {}, False, passes._alignment) for rows in plan]
 
 
 def forward(role: Role, micros: Sequence[MicroBatch]) -> None:
-    """The loss of each micro-batch, without gradients."""
+    """Compute the loss of each micro-batch, without gradients."""
     with torch.no_grad():
         _pass(role, micros, forward_only=True)
 
 
 def forward_and_backward(role: Role, micros: Sequence[MicroBatch]) -> None:
-    """The gradients of all micro-batches."""
+    """Compute the gradients of all micro-batches."""
     assert role.trainer is not None
     role.trainer.chunks[0].zero_grad_buffer()
     _pass(role, micros, forward_only=False)
@@ -87,7 +87,7 @@ def _pass(role: Role, micros: Sequence[MicroBatch], forward_only: bool) -> None:
 
 
 def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bool) -> None:
-    """Megatron's one-forward-one-backward schedule, over the links that it has in the role."""
+    """Run Megatron's one-forward-one-backward schedule, over the links that it has in the role."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def step(pieces: Iterator[MicroBatch], _: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -109,7 +109,7 @@ def _through_pipeline(role: Role, micros: Sequence[MicroBatch], forward_only: bo
 
 
 def _output(role: Role, micro: MicroBatch) -> torch.Tensor:
-    """The output of this rank's part of the model: logits, or at an earlier stage hidden states."""
+    """Return the output of this rank's part of the model: logits, or at an earlier stage hidden states."""
     from rlhf_megatron.models.packed_sequences import PackedSequences
 
     packed = PackedSequences(  # Megatron's, with what delta nets read besides
@@ -133,7 +133,7 @@ def _loss(role: Role, logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 
 def seconds_of(action: Callable[[int | None], Any], repeats: int) -> list[float]:
-    """Times each of ``repeats`` calls on the slowest rank; collective.
+    """Time each of ``repeats`` calls on the slowest rank; collective.
 
     ``action``: told how many pieces of its work to do: a few to warm up, which does not count, then all (None).
     """

@@ -48,7 +48,7 @@ Load = Callable[[CheckpointFiles, list[Block], dict[str, Tensor]], None]
 
 
 def main() -> None:
-    """Writes a checkpoint, measures, prints."""
+    """Write a checkpoint, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, help="folder with a config.json")
     parser.add_argument("--layers", type=int, help="how many of the model's; default: all")
@@ -86,7 +86,7 @@ def _rows_of(ranks: int, checkpoint: Path, repeats: int, folder: Path) -> list[d
 
 
 def measure_on_rank(checkpoint: Path, repeats: int, output: Path) -> None:
-    """Runs each way, cold and warm; rank 0 writes the rows."""
+    """Run each way, cold and warm; rank 0 writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     architecture, ranks = read_architecture(checkpoint), dist.get_world_size()
@@ -112,7 +112,7 @@ def measure_on_rank(checkpoint: Path, repeats: int, output: Path) -> None:
 def measured(
     checkpoint: Path, architecture: Architecture, blocks: list[Block], parameters: dict[str, Tensor], load: Load
 ) -> dict[str, float]:
-    """Seconds of the slowest rank, GB of all."""
+    """Return seconds of the slowest rank, GB of all."""
     dist.barrier()
     before, began = _input_bytes(), time.perf_counter()
     with CheckpointFiles(checkpoint, architecture) as files:
@@ -126,18 +126,18 @@ def measured(
 
 
 def mapped(files: CheckpointFiles, blocks: list[Block], parameters: dict[str, Tensor]) -> None:
-    """Each rank maps the files."""
+    """Map the files on each rank."""
     load_blocks(blocks, parameters, files)
 
 
 def read_once(files: CheckpointFiles, blocks: list[Block], parameters: dict[str, Tensor]) -> None:
-    """The node has a copy in memory."""
+    """Read once, into a copy in the node's memory."""
     files.read_once({block.tensor for block in blocks}, own_node())
     load_blocks(blocks, parameters, files)
 
 
 def warmed(files: CheckpointFiles, blocks: list[Block], parameters: dict[str, Tensor]) -> None:
-    """The files come into the system's cache by long reads first."""
+    """Have the files come into the system's cache by long reads first."""
     buffer = bytearray(8 << 20)
     paths = sorted(files.folder.glob("*.safetensors"))
     extents = [Extent(str(path), 0, path.stat().st_size) for path in paths]
@@ -151,7 +151,7 @@ def warmed(files: CheckpointFiles, blocks: list[Block], parameters: dict[str, Te
 
 
 def broadcast(files: CheckpointFiles, blocks: list[Block], parameters: dict[str, Tensor]) -> None:
-    """Each tensor is read by one rank, in turn, and sent to all."""
+    """Have each tensor read by one rank, in turn, and sent to all."""
     load_blocks(blocks, parameters, _Broadcast(files))
 
 
@@ -163,7 +163,7 @@ class _Broadcast:
     turn: int = 0
 
     def read(self, tensor: str, region: Region) -> Tensor:
-        """``tensor[region]``, of what this turn's rank has read."""
+        """Return ``tensor[region]``, of what this turn's rank has read."""
         shape, self.turn = self._shape(tensor), self.turn + 1
         source = self.turn % dist.get_world_size()
         is_source = dist.get_rank() == source
@@ -172,7 +172,7 @@ class _Broadcast:
         return whole[tuple(slice(start, stop) for start, stop in region)]
 
     def where(self, tensor: str) -> str:
-        """The origin of a tensor."""
+        """Return the origin of a tensor."""
         return self.files.where(tensor)
 
     def _shape(self, tensor: str) -> list[int]:
@@ -183,7 +183,7 @@ class _Broadcast:
 
 
 def leave_cache(checkpoint: Path) -> None:
-    """Has the system forget the files; collective."""
+    """Have the system forget the files; collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in checkpoint.glob("*.safetensors"):
@@ -193,7 +193,7 @@ def leave_cache(checkpoint: Path) -> None:
 
 
 def _input_bytes() -> list[int]:
-    """(bytes that this process had the disk read, bytes of its calls of read)."""
+    """Return (bytes that this process had the disk read, bytes of its calls of read)."""
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(": ") for line in lines)
     return [int(fields["read_bytes"]), int(fields["rchar"])]

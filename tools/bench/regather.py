@@ -28,7 +28,7 @@ HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
 
 
 def main() -> int:
-    """Starts the ranks of each model, one after the other; returns 1 where a target is missed or a model failed."""
+    """Start the ranks of each model, one after the other; return 1 where a target is missed or a model failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     ranks = [torch.cuda.device_count() or 2]
     parser.add_argument("--gpus", type=int, nargs="+", default=ranks, help="numbers of ranks; default: %(default)s")
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Missed targets, in words."""
+    """Return missed targets, in words."""
 
     def texts(row: Mapping[str, Any]) -> Iterator[str]:
         if row["equal"] and row["bytes_received"]:
@@ -72,7 +72,7 @@ def misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Bars of seconds, on a logarithmic axis: floor, regathering, whole tensors."""
+    """Draw bars of seconds, on a logarithmic axis: floor, regathering, whole tensors."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -90,7 +90,7 @@ class Case:
 
 
 def cases(world: int, mixture: bool) -> list[Case]:
-    """The pairs of layouts that are measured on ``world`` ranks."""
+    """Return the pairs of layouts that are measured on ``world`` ranks."""
     n = world
     pairs = [Case(f"TP{n} = TP{n}", Layout(n), n)]
     if n > 1 and not mixture:
@@ -106,14 +106,15 @@ def cases(world: int, mixture: bool) -> list[Case]:
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one row to the results."""
+    """Add one row to the results."""
     record = json.loads(path.read_text(encoding="utf-8"))
     record["rows"].append(row)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(model: str, output: str | None = None) -> list[dict[str, Any]]:
-    """The rows of all pairs of layouts that ``model`` fits; every rank calls it, the first writes into ``output``."""
+    """Return the rows of all pairs of layouts that ``model`` fits; every rank calls it, the first writes into
+    ``output``."""
     architecture = parse_architecture(SHAPES[model], model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     link, copy = link_bandwidth(device), copy_bandwidth(device)
@@ -143,7 +144,8 @@ def measure(model: str, output: str | None = None) -> list[dict[str, Any]]:
 def measure_case(
     architecture: Architecture, case: Case, device: torch.device, link: float, copy: float
 ) -> dict[str, Any]:
-    """Times in seconds, the slowest rank's; bytes of the rank that moves most. ``link``, ``copy``: bytes per second."""
+    """Return times in seconds, the slowest rank's; bytes of the rank that moves most. ``link``, ``copy``: bytes per
+    second."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def ends() -> tuple[ShardSpec, ShardSpec]:
@@ -183,7 +185,7 @@ def measure_case(
 def measure_regather(
     plan: RankPlan, held: Mapping[str, Tensor], targets: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, float]:
-    """This package's way, checked; and its copies within the rank alone, done by torch."""
+    """Return this package's way, checked; and its copies within the rank alone, done by torch."""
     before = _allocated(device)
     peers = map_peers(plan, held)
     regather = Regather(plan, DTYPE, device, peers=peers)
@@ -213,7 +215,7 @@ def measure_regather(
 
 
 def random_shard(blocks: Sequence[Block], device: torch.device) -> dict[str, Tensor]:
-    """Parameters with the same numbers for the same rectangle of a tensor on every rank."""
+    """Return parameters with the same numbers for the same rectangle of a tensor on every rank."""
     parameters = empty_shard(blocks, device)
     generator = torch.Generator(device)
     for block in blocks:
@@ -224,13 +226,13 @@ def random_shard(blocks: Sequence[Block], device: torch.device) -> dict[str, Ten
 
 
 def empty_shard(blocks: Sequence[Block], device: torch.device) -> dict[str, Tensor]:
-    """Parameters as large as ``blocks`` say, of NaN."""
+    """Return parameters as large as ``blocks`` say, of NaN."""
     shapes = parameter_shapes(blocks)
     return {name: torch.full(shape, math.nan, dtype=DTYPE, device=device) for name, shape in shapes.items()}
 
 
 def digest(tensor: Tensor) -> int:
-    """A sum over the bits of a bfloat16 tensor, weighted by row and column."""
+    """Return a sum over the bits of a bfloat16 tensor, weighted by row and column."""
     bits = tensor.view(torch.int16)
     rows = bits.view(len(bits), -1).sum(1, dtype=torch.int64)
     columns = bits.view(len(bits), -1).sum(0, dtype=torch.int64)
@@ -239,7 +241,8 @@ def digest(tensor: Tensor) -> int:
 
 
 def timed(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of ``repeats`` calls after one that does not count, each as long as the slowest rank's; seconds."""
+    """Return the median of ``repeats`` calls after one that does not count, each as long as the slowest rank's;
+    seconds."""
     action()
     seconds = []
     for _ in range(repeats):
@@ -253,7 +256,7 @@ def timed(action: Callable[[], object], device: torch.device, repeats: int) -> f
 
 
 def link_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a rank sends while it receives as many, all ranks at once; infinite for one rank."""
+    """Return bytes per second that a rank sends while it receives as many, all ranks at once; infinite for one rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return math.inf
@@ -270,7 +273,7 @@ def link_bandwidth(device: torch.device) -> float:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a plain copy within a rank (each is read once and written once)."""
+    """Return bytes per second of a plain copy within a rank (each is read once and written once)."""
     size = PROBE_BYTES[device.type]
     one, other = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     return size / timed(lambda: other.copy_(one), device, REPEATS)
@@ -288,7 +291,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _allocated(device: torch.device) -> int:
-    """Bytes in use; from here the highest is counted. Only a GPU's allocator counts."""
+    """Return bytes in use; from here the highest is counted. Only a GPU's allocator counts."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -301,7 +304,7 @@ def _highest(device: torch.device) -> int:
 
 
 def main() -> None:
-    """regather_measure.py MODEL OUTPUT, under torchrun."""
+    """Run regather_measure.py MODEL OUTPUT, under torchrun."""
     join_world(timeout_minutes=1)
     try:
         measure(sys.argv[1], sys.argv[2])

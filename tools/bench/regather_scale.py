@@ -64,7 +64,7 @@ CASES = [
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--link", type=float, default=50.0, help="GB/s of a GPU to other hosts (default: %(default)s)")
     parser.add_argument("--within", type=float, default=300.0, help="GB/s of a GPU in its host (default: %(default)s)")
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def measured(case: Case, link: float, within: float) -> dict[str, Any]:
-    """GB and seconds of one weight sync; seconds that one rank's plan takes here."""
+    """Return GB and seconds of one weight sync; seconds that one rank's plan takes here."""
     architecture = read_architecture(ROOT / "recipes" / "models" / case.model)
     world = case.actor.size
     learned = None if has_rollout_table(architecture) else learned_blocks(architecture, case)
@@ -109,7 +109,8 @@ def measured(case: Case, link: float, within: float) -> dict[str, Any]:
 
 
 def learned_blocks(architecture: Architecture, case: Case) -> Sequence[Sequence[Block]]:
-    """Each tensor rank's blocks of the whole model, from those of its first layer with experts and what is before."""
+    """Return each tensor rank's blocks of the whole model, from those of its first layer with experts and what is
+    before."""
     prepare_environment()
     folder, alike = ROOT / "recipes" / "models" / case.model, architecture.layer_kinds
     last = next(layer for layer, kind in enumerate(alike) if kind.feed_forward == "experts")

@@ -21,7 +21,7 @@ _PATH_OPTIONS = ("--output", "--work", "--folder")
 
 
 def write_report(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes ``result`` with its surroundings as JSON."""
+    """Write ``result`` with its surroundings as JSON."""
     script = Path(sys.argv[0])
     record = {
         "name": path.stem,
@@ -36,7 +36,7 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def _without_paths(arguments: Sequence[str]) -> list[str]:
-    """Arguments but for where results go: that is nothing to repeat."""
+    """Return arguments but for where results go: that is nothing to repeat."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument not in _PATH_OPTIONS:
@@ -46,18 +46,19 @@ def _without_paths(arguments: Sequence[str]) -> list[str]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, least and most."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def rows_with(path: Path, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of the report at ``path``, if there is one, with ``row`` in place of that of its model and GPUs."""
+    """Return the rows of the report at ``path``, if there is one, with ``row`` in place of that of its model and
+    GPUs."""
     others = [old for old in rows_of(path) if (old["model"], old["gpus"]) != (row["model"], row["gpus"])]
     return [*others, row]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of the report at ``path``; none if there is none."""
+    """Return the rows of the report at ``path``; none if there is none."""
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rows: list[dict[str, Any]] = report.get("rows", [])
     return rows
@@ -66,26 +67,26 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 def missed_by(
     rows: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str], texts_of: Callable[[Any], Iterable[str]]
 ) -> list[str]:
-    """Missed targets, in words: each row's name and its text, or why there are no figures of it."""
+    """Return missed targets, in words: each row's name and its text, or why there are no figures of it."""
     return [
         f"{name_of(row)}: {text}" for row in rows for text in ([row["failed"]] if "failed" in row else texts_of(row))
     ]
 
 
 def model_and_gpus(row: Mapping[str, Any]) -> str:
-    """The name of a row that has these two."""
+    """Return the name of a row that has these two."""
     return f"{row['model']} on {row['gpus']}"
 
 
 def exit_status(missed: Sequence[str]) -> int:
-    """Tells what was missed on stderr; 1 if anything was."""
+    """Tell what was missed on stderr; 1 if anything was."""
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
     return int(bool(missed))
 
 
 def hardware_name() -> str:
-    """The GPU's name, or the CPU's and how many of its cores."""
+    """Return the GPU's name, or the CPU's and how many of its cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     machine = hardware()

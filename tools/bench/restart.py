@@ -33,7 +33,7 @@ SAVED, REPEATED, KILLED = 2, 3, 4
 
 @command
 def main() -> int:
-    """Measures one shape; the exit status."""
+    """Measure one shape; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="of step_shapes.yaml")
     parser.add_argument("--gpus", type=int, required=True)
@@ -52,7 +52,8 @@ def main() -> int:
 
 
 def measured(shape: Mapping[str, Any], work: Path, limit: float) -> dict[str, float]:
-    """Runs a shape with the fault; the seconds counted. Raises UserError where no step is repeated within ``limit``."""
+    """Run a shape with the fault; return the seconds counted. Raises UserError where no step is repeated within
+    ``limit``."""
     folder = folder_with_model(work / f"{shape['model']}-{shape['gpus']}")
     checkpoint = {"save_interval": SAVED, "export_at_end": False}
     recipe = prepare({**shape, "recipe": {**shape["recipe"], "checkpoint": checkpoint}}, folder, KILLED)
@@ -87,7 +88,7 @@ class _Moments:
         self.repeated: float | None = None
 
     def read(self, lines: IO[str]) -> None:
-        """Passes on what the run prints, as it comes, and notes when the fault is told of."""
+        """Pass on what the run prints, as it comes, and note when the fault is told of."""
         for line in lines:
             sys.stderr.write(line)
             self.last_line = line.strip() or self.last_line
@@ -95,14 +96,14 @@ class _Moments:
                 self.killed = time.monotonic()
 
     def watch(self, process: subprocess.Popen[str], end: float) -> None:
-        """Waits until the step is repeated, the run is over, or ``end`` is past."""
+        """Wait until the step is repeated, the run is over, or ``end`` is past."""
         while len(self.records()) < 2 and process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         if len(self.records()) == 2:
             self.repeated = time.monotonic()
 
     def records(self) -> list[Mapping[str, float]]:
-        """Those of the step that is done twice, so far."""
+        """Return those of the step that is done twice, so far."""
         found = read_records(self._metrics) if self._metrics.exists() else []
         return [of_step for of_step in found if of_step["step"] == REPEATED and "train/step_time_ms" in of_step]
 

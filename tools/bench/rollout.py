@@ -64,7 +64,7 @@ TARGETS = {"ours_over_llm_generate": 0.97, "resumed_over_static": 1.3}
 
 
 def main() -> int:
-    """Starts a rank for each replica; returns 1 where they fail or a target is missed on GPUs."""
+    """Start a rank for each replica; return 1 where they fail or a target is missed on GPUs."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replicas", type=int, default=torch.cuda.device_count() or 2, help="default: %(default)s")
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def misses(report: dict[str, Any], targets: dict[str, float]) -> list[str]:
-    """The ratios of a report that are below their targets."""
+    """Return the ratios of a report that are below their targets."""
     ratios = {**report["one_replica"], **report.get("replicas", {})}
     return [
         f"{name}: {ratios[name]['median']:.3f}, below {least}"
@@ -102,7 +102,7 @@ def misses(report: dict[str, Any], targets: dict[str, float]) -> list[str]:
 
 
 def run_rank(settings: dict[str, Any], output: Path) -> None:
-    """One rank's part; rank 0 writes the result."""
+    """Do one rank's part; rank 0 writes the result."""
     prepare_environment()
     from rlhf_megatron.topology.world import join_world
 
@@ -115,7 +115,7 @@ def run_rank(settings: dict[str, Any], output: Path) -> None:
 
 
 def measure(model: str, size: str, repeats: int, oversample: float) -> dict[str, Any]:
-    """Everything that one engine on each rank is measured for; the same on every rank, collective."""
+    """Measure everything of one engine on each rank; the same on every rank, collective."""
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.rollout.engine import Sampling
     from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
@@ -155,7 +155,7 @@ class Load:
         self._drawn = 0
 
     def draw(self, count: int) -> list[Group]:
-        """The next prompts."""
+        """Return the next prompts."""
         from rlhf_megatron.data.prompts import Prompt
         from rlhf_megatron.generation.prompt_groups import Group
 
@@ -164,7 +164,7 @@ class Load:
         return [Group(Prompt(number, "", self._tokens(number), "", {})) for number in numbers]
 
     def requests(self, groups: Sequence[Group]) -> list[Request]:
-        """The requests that are still to be generated for ``groups``, each response to its own length."""
+        """Return the requests that are still to be generated for ``groups``, each response to its own length."""
         from rlhf_megatron.generation.prompt_groups import requests_for
 
         requests = requests_for(groups, self.responses, lambda _: self._longest, lambda row: row, dist.get_rank())
@@ -191,7 +191,7 @@ class Load:
 def beside_llm_generate(
     engine: VllmEngine, sampling: Sampling, requests: Sequence[Request], repeats: int
 ) -> dict[str, Any]:
-    """Tokens per second of both on the same requests."""
+    """Return tokens per second of both on the same requests."""
     from rlhf_megatron.rollout.vllm.core import sampling_params
 
     tokens = sum(request.max_tokens or 0 for request in requests)
@@ -231,7 +231,7 @@ def beside_llm_generate(
 def beside_a_static_split(
     engine: VllmEngine, sampling: Sampling, load: Load, repeats: int, oversample: float
 ) -> dict[str, Any]:
-    """Tokens per second, and for each engine step of the busiest replica, of all replicas together."""
+    """Return tokens per second, and for each engine step of the busiest replica, of all replicas together."""
     rounds = {
         "static": Round(engine, sampling, load, "static"),
         "queue": Round(engine, sampling, load, "queue"),
@@ -268,7 +268,7 @@ class Round:
         self._waiting: list[Group] = []
 
     def run(self, drawn: Sequence[Group]) -> dict[str, float]:
-        """Answers as many groups as were ``drawn``: these, or with over-sampling what waits and others of its own."""
+        """Answer as many groups as were ``drawn``: these, or with over-sampling what waits and others of its own."""
         from rlhf_megatron.generation.prompt_groups import groups_left
         from rlhf_megatron.generation.replica import Replica
         from rlhf_megatron.topology.exchange import gather_objects
@@ -308,7 +308,7 @@ class Round:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Return median, least and most."""
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 

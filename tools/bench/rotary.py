@@ -29,7 +29,7 @@ SEQUENCE = 1217  # tokens: as long as the rows of the steps' benchmark are on av
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=65_536, help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def measure(model: str, tokens: int) -> dict[str, Any]:
-    """Milliseconds of each way and direction, bytes per second, and the largest differences from float64."""
+    """Return milliseconds of each way and direction, bytes per second, and the largest differences from float64."""
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb_thd
 
     heads, groups, dimension = MODELS[model]
@@ -85,7 +85,7 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
 def times(
     way: Callable[[Tensor], Tensor], parts: list[Tensor]
 ) -> tuple[dict[str, float], dict[str, float], list[Tensor]]:
-    """Milliseconds there and back, and what came out."""
+    """Return milliseconds there and back, and what came out."""
     leaves = [part.detach().requires_grad_() for part in parts]
     outputs = [way(leaf) for leaf in leaves]
     upstream = [torch.randn_like(each) for each in outputs]
@@ -101,7 +101,7 @@ def times(
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     names = (OURS, THEIRS)
     table = Table("heads of", *(f"{name}: there, back, ms" for name in names), "copying, ms", "TB/s", "beside float64")
     for row in results:

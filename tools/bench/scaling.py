@@ -29,7 +29,7 @@ PROMPTS = 8  # of a GPU
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 1024, 4096, 8192])
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
@@ -47,14 +47,14 @@ def main() -> int:
 
 
 def recipe_of(gpus: int, overrides: tuple[str, ...]) -> RLRecipe:
-    """The recipe with as many prompts for each GPU at any number of them."""
+    """Return the recipe with as many prompts for each GPU at any number of them."""
     count = PROMPTS * gpus
     sizes = (f"batch.prompts_per_step={count}", f"batch.minibatch_prompts={count // 2}")
     return load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", ["cluster.gpu=H100", *sizes, *overrides])
 
 
 def terms_of(gpus: int, layout: tuple[str, ...]) -> dict[str, float]:
-    """Seconds of a step, of each term, and of the start."""
+    """Return seconds of a step, of each term, and of the start."""
     recipe = recipe_of(gpus, layout)
     architectures = planned_architectures(recipe)
     time = expected_time(recipe, architectures, gpus)
@@ -64,7 +64,7 @@ def terms_of(gpus: int, layout: tuple[str, ...]) -> dict[str, float]:
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
-    """Terms against the number of GPUs, both logarithmic; measured ones as points."""
+    """Draw terms against the number of GPUs, both logarithmic; measured ones as points."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -30,7 +30,7 @@ PARAMETERS = 1_000_000
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mbit", type=int, default=200, help="of each link, per second (default: %(default)s)")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def expected_bytes(name: str, ranks: int) -> float:
-    """Bytes that a rank receives in an exchange, by the formulas of planning."""
+    """Return bytes that a rank receives in an exchange, by the formulas of planning."""
     away = (ranks - 1) / ranks
     return {
         "numbers": 2 * NUMBER_BYTES * ROWS * away,
@@ -74,7 +74,7 @@ def expected_bytes(name: str, ranks: int) -> float:
 
 
 def make_links(count: int, mbit: int) -> None:
-    """A bridge, and for each process a namespace with a link to it, shaped at both ends."""
+    """Make a bridge, and for each process a namespace with a link to it, shaped at both ends."""
     command(f"ip link add {BRIDGE} type bridge")
     command(f"ip link set {BRIDGE} up")
     for rank in range(count):
@@ -91,19 +91,19 @@ def make_links(count: int, mbit: int) -> None:
 
 
 def remove_links(count: int) -> None:
-    """Removes what there is of them."""
+    """Remove what there is of them."""
     for rank in range(count):
         subprocess.run(["ip", "netns", "del", f"{PREFIX}{rank}"], check=False, stderr=subprocess.DEVNULL)
     subprocess.run(["ip", "link", "del", BRIDGE], check=False, stderr=subprocess.DEVNULL)
 
 
 def command(text: str) -> None:
-    """Runs it; raises CalledProcessError where it fails."""
+    """Run it; raises CalledProcessError where it fails."""
     subprocess.run(text.split(), check=True, stderr=subprocess.DEVNULL)
 
 
 def run(count: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each exchange, by the first rank."""
+    """Return seconds of each exchange, by the first rank."""
     arguments = [f"--processes={count}", f"--repeats={repeats}"]
     processes = [
         subprocess.Popen(
@@ -122,7 +122,7 @@ def run(count: int, repeats: int) -> dict[str, list[float]]:
 
 
 def of_rank(rank: int, count: int, repeats: int, _: Path | None) -> int:
-    """Takes part in the exchanges, and prints their seconds."""
+    """Take part in the exchanges, and print their seconds."""
     import os
 
     torch.set_num_threads(1)

@@ -39,7 +39,7 @@ LEAST_SPEED = 0.99  # of that with copies, on GPUs
 
 
 def main() -> int:
-    """Measures both ways, one after the other; returns 1 where one fails, tokens differ or the speed is too low."""
+    """Measure both ways, one after the other; return 1 where one fails, tokens differ or the speed is too low."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path, help="folder with a config.json")
     parser.add_argument("--gpus", type=int, default=1, help="tensor parallelism of both; default: %(default)s")
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def compared(shared: dict[str, Any], copied: dict[str, Any]) -> dict[str, Any]:
-    """Compares views with copies: seconds and bytes of both, views first."""
+    """Compare views with copies: seconds and bytes of both, views first."""
     return {
         "speed_of_shared": shared["tokens_per_second"] / copied["tokens_per_second"],
         "saved_gb": copied["engine_gb"] - shared["engine_gb"],
@@ -84,7 +84,7 @@ def compared(shared: dict[str, Any], copied: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(parts_of: Mapping[str, Mapping[str, float]], folder: Path) -> None:
-    """timeline.png: a bar for each way, its parts one after the other."""
+    """Draw timeline.png: a bar for each way, its parts one after the other."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -108,7 +108,7 @@ def draw(parts_of: Mapping[str, Mapping[str, float]], folder: Path) -> None:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """One rank's part; rank 0 writes the report."""
+    """Do one rank's part; rank 0 writes the report."""
     prepare_environment()
     join_world()
     rank = dist.get_rank()  # an engine that is collected ends torch.distributed for the process
@@ -120,7 +120,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache_gb: float) -> dict[str, Any]:
-    """One way on every rank of one replica; memory in GB of 10^9 bytes, medians of times in seconds."""
+    """Measure one way on every rank of one replica; memory in GB of 10^9 bytes, medians of times in seconds."""
     from rlhf_megatron.compat import megatron
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.regather.execute import Regather
@@ -181,7 +181,7 @@ def measure(model: str, way: str, rows: int, length: int, repeats: int, kv_cache
 
 
 def refreshed(role: Role, engine: VllmEngine, regather: Any, version: int) -> dict[str, float]:
-    """Seconds of each part of a regathering, from a sleeping engine to one that may generate."""
+    """Return seconds of each part of a regathering, from a sleeping engine to one that may generate."""
 
     def wake_cache() -> None:
         engine.wake_kv_cache()
@@ -196,7 +196,7 @@ def refreshed(role: Role, engine: VllmEngine, regather: Any, version: int) -> di
 
 
 def first_token(engine: VllmEngine, vocabulary: int) -> dict[str, float]:
-    """Seconds until one prompt of 16 tokens has its first token."""
+    """Return seconds until one prompt of 16 tokens has its first token."""
     from rlhf_megatron.rollout.engine import Request, Sampling
 
     request = Request(0, [position % (vocabulary - 2) + 2 for position in range(16)], seed=1)
@@ -204,7 +204,7 @@ def first_token(engine: VllmEngine, vocabulary: int) -> dict[str, float]:
 
 
 def tokens_digest(engine: VllmEngine, vocabulary: int, rows: int, length: int) -> str:
-    """Generates ``length`` tokens for each of ``rows`` prompts of as many; a digest of all."""
+    """Generate ``length`` tokens for each of ``rows`` prompts of as many; a digest of all."""
     from rlhf_megatron.rollout.engine import Request, Sampling
 
     requests = [
@@ -217,7 +217,7 @@ def tokens_digest(engine: VllmEngine, vocabulary: int, rows: int, length: int) -
 
 
 def free_memory() -> int:
-    """Free bytes of the GPU; 0 where there is none."""
+    """Return the free bytes of the GPU; 0 where there is none."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.empty_cache()

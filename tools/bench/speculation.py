@@ -37,7 +37,7 @@ SETTINGS: list[tuple[float, int, int] | None] = [
 
 
 def main() -> int:
-    """Measures one setting after the other; returns 1 where one failed."""
+    """Measure one setting after the other; return 1 where one failed."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="folder with a config.json; default: Qwen2.5-7B, on CPUs a toy")
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with its time over that without drafts, where that was measured."""
+    """Return the rows, each with its time over that without drafts, where that was measured."""
     plain = [row["seconds"]["median"] for row in rows if "seconds" in row and row["acceptance_length"] is None]
     return [
         {**row, "of_plain": row["seconds"]["median"] / median(plain)} if plain and "seconds" in row else row
@@ -71,7 +71,7 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(model: str, number: int, repeats: int, size: str) -> dict[str, Any]:
-    """The seconds of one setting's generations."""
+    """Return the seconds of one setting's generations."""
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.recipe.rollout import DrawnLengthsSection, SpeculativeSection
     from rlhf_megatron.rollout.engine import Request, Sampling
@@ -115,7 +115,7 @@ def measure(model: str, number: int, repeats: int, size: str) -> dict[str, Any]:
 
 
 def run_rank(settings: dict[str, Any], output: Path) -> None:
-    """The part of the rank, which writes the result."""
+    """Do the part of the rank, which writes the result."""
     prepare_environment()
     from rlhf_megatron.topology.world import join_world
 

@@ -58,7 +58,7 @@ TOKENS_PER_SECOND = {"7B": 4500.0}  # on one GPU of the kind that the shapes are
 
 
 def main() -> int:
-    """Measures one shape after the other; returns 1 where one failed or missed a target."""
+    """Measure one shape after the other; return 1 where one failed or missed a target."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     shapes = yaml.safe_load((HERE / "step_shapes.yaml").read_text(encoding="utf-8"))
     here = torch.cuda.device_count()
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def speculating(shape: Mapping[str, Any], length: float | None, max_running: int | None) -> Mapping[str, Any]:
-    """The shape with drafts of which a step accepts so many that it gives ``length`` tokens of a sequence."""
+    """Return the shape with drafts of which a step accepts so many that it gives ``length`` tokens of a sequence."""
     if length is None:
         return shape
     drafts = {"synthetic_acceptance_length": length, "max_running": max_running or 2**16}
@@ -110,7 +110,8 @@ def speculating(shape: Mapping[str, Any], length: float | None, max_running: int
 def measured(
     shape: Mapping[str, Any], work: Path, steps: int, repeats: int, informative: float | None = None
 ) -> dict[str, Any]:
-    """The row of one shape, from a run of its own; ``informative``: the share of the groups with an advantage."""
+    """Return the row of one shape, from a run of its own; ``informative``: the share of the groups with an
+    advantage."""
     folder = folder_with_model(work / f"{shape['model']}-{shape['gpus']}")
     warm_up = shape.get("warm_up", 1)
     recipe = prepare(shape, folder, steps + warm_up - 1, informative)
@@ -132,7 +133,7 @@ def measured(
 
 
 def folder_with_model(folder: Path) -> Path:
-    """The folder's absolute path, with nothing but a tiny model in it."""
+    """Return the folder's absolute path, with nothing but a tiny model in it."""
     folder = folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     make_model = [sys.executable, "-P", str(HERE.parent / "make_tiny_model.py"), f"--output={folder / 'model'}"]
@@ -141,7 +142,7 @@ def folder_with_model(folder: Path) -> Path:
 
 
 def prepare(shape: Mapping[str, Any], folder: Path, steps: int, informative: float | None = None) -> RLRecipe:
-    """Writes prompts and recipe into a ``folder`` with a tiny model, which gets the shape; returns the recipe."""
+    """Write prompts and recipe into a ``folder`` with a tiny model, which gets the shape; return the recipe."""
     if "config" in shape:
         (folder / "model" / "config.json").write_text(json.dumps(model_config(shape)), encoding="utf-8")
     values = {
@@ -160,7 +161,7 @@ def prepare(shape: Mapping[str, Any], folder: Path, steps: int, informative: flo
 
 
 def model_config(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a shape's model: as many layers as it says, and with its other changes."""
+    """Return the config.json of a shape's model: as many layers as it says, and with its other changes."""
     path = HERE.parent.parent / shape["config"] / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config |= {"num_hidden_layers": shape.get("layers", config["num_hidden_layers"])} | shape.get("changed", {})
@@ -170,7 +171,8 @@ def model_config(shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_prompts(recipe: RLRecipe, model: Path, path: Path, informative: float = 1.0) -> None:
-    """Prompts for all steps and one more, each of exactly the recipe's longest length: random digits, a token each.
+    """Write prompts for all steps and one more, each of exactly the recipe's longest length: random digits, a token
+    each.
 
     Of every step's prompts the share ``informative``, spread evenly, is not of data source "uniform".
     """
@@ -191,7 +193,7 @@ def write_prompts(recipe: RLRecipe, model: Path, path: Path, informative: float 
 def summary(
     metrics: Sequence[Mapping[str, float]], raw: Mapping[str, Sequence[float]], forward: bool, warm_up: int = 1
 ) -> dict[str, Any]:
-    """The figures of a row, from a run's records and the seconds of the raw engines.
+    """Return the figures of a row, from a run's records and the seconds of the raw engines.
 
     ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates. ``warm_up``: steps
     that do not count, but of a run of one step that one does.
@@ -227,13 +229,13 @@ def summary(
 
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
-    """Puts a row into the output in place of an earlier one of its shape."""
+    """Put a row into the output in place of an earlier one of its shape."""
     settings = yaml.safe_load((HERE / "step_recipe.yaml").read_text(encoding="utf-8"))
     write_report(output, {"settings": settings, "rows": rows_with(output, row)})
 
 
 def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Missed targets, in words; the toy has none but to run.
+    """Return missed targets, in words; the toy has none but to run.
 
     ``all_rows``: those of one GPU among them are what more GPUs are held against.
     """
@@ -271,7 +273,7 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
 
 
 def wanted_generation(row: Mapping[str, Any], all_rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """The seconds that a row with drafts may generate for, by its shape's row without, where there is one."""
+    """Return the seconds that a row with drafts may generate for, by its shape's row without, where there is one."""
     share = SPECULATIVE_SHARE.get(row.get("speculative", 0.0), 0.0)
     plain = row["model"].partition(",")[0], row["gpus"]
     for other in all_rows if share else ():
@@ -281,13 +283,13 @@ def wanted_generation(row: Mapping[str, Any], all_rows: Sequence[Mapping[str, An
 
 
 def speed(row: Mapping[str, Any]) -> float:
-    """Tokens per second and GPU."""
+    """Return tokens per second and GPU."""
     return float(row["tokens_per_gpu_per_second"]["median"])
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
-    """Two bars for each shape: the phases of a step as shares of it, and below what the raw engines need. Beside these
-    the efficiency, of the faster in each phase."""
+    """Draw two bars for each shape: the phases of a step as shares of it, and below what the raw engines need. Beside
+    these the efficiency, of the faster in each phase."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
-    """Runs the recipe, whose metrics stay in its run folder; the seconds of each raw part. Every rank calls it."""
+    """Run the recipe, whose metrics stay in its run folder; the seconds of each raw part. Every rank calls it."""
     from rlhf_megatron.loops.rl import make_rollout_worker, run_rl
     from rlhf_megatron.loops.training_run import set_up
 
@@ -42,7 +42,7 @@ def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
 
 
 def raw_seconds(run: TrainingRun[RLRecipe], worker: RolloutWorker, repeats: int) -> dict[str, list[float]]:
-    """Generation, forward passes, and forward and backward passes over the tokens of one step."""
+    """Return generation, forward passes, and forward and backward passes over the tokens of one step."""
     recipe, role, engine = run.recipe, run.actor.local, cast("VllmEngine | None", worker.weight_sync.engine)
     assert recipe.rollout.drawn_lengths is not None
     assert role is not None and engine is not None
@@ -74,7 +74,7 @@ def raw_seconds(run: TrainingRun[RLRecipe], worker: RolloutWorker, repeats: int)
 
 
 def main() -> None:
-    """Joins the others, measures, leaves the result in a file."""
+    """Join the others, measure, leave the result in a file."""
     recipe, repeats, output = sys.argv[1:]
     prepare_environment()
     join_world()

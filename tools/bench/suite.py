@@ -63,7 +63,7 @@ class Running:
     began: float
 
     def verdict(self) -> str | None:
-        """Its outcome; None while it runs. Kills it where its time is over."""
+        """Return its outcome; None while it runs. Kills it where its time is over."""
         status = self.process.poll()
         if status is None and time.monotonic() - self.began > self.job.seconds:
             kill_with_children(self.process.pid)
@@ -74,7 +74,7 @@ class Running:
 
 @command
 def main() -> int:
-    """Runs the suite; the exit status."""
+    """Run the suite; the exit status."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("suite", type=Path, help="a YAML file, see tools/bench/suites/")
     parser.add_argument("--seconds", type=float, required=True, help="for all jobs together")
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def read_suite(path: Path) -> list[Job]:
-    """The jobs of a suite's file; raises UserError where it is none, or two jobs have one name."""
+    """Return the jobs of a suite's file; raises UserError where it is none, or two jobs have one name."""
     try:
         jobs = TypeAdapter(list[Job]).validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError) as error:
@@ -105,13 +105,14 @@ def read_suite(path: Path) -> list[Job]:
 
 
 def visible_gpus() -> list[str]:
-    """Names of this machine's GPUs as CUDA_VISIBLE_DEVICES takes them; those of the variable where it is set."""
+    """Return the names of this machine's GPUs as CUDA_VISIBLE_DEVICES takes them; those of the variable where it is
+    set."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return named or [str(index) for index in range(torch.cuda.device_count())]
 
 
 def run_jobs(jobs: list[Job], gpus: list[str], seconds: float, output: Path) -> list[Outcome]:
-    """Runs jobs in order on ``gpus``; their outcomes, of those that ended first. suite.json follows each."""
+    """Run jobs in order on ``gpus``; their outcomes, of those that ended first. suite.json follows each."""
     output.mkdir(parents=True, exist_ok=True)
     end, free = time.monotonic() + seconds, list(gpus)
     waiting, running, outcomes = list(jobs), list[Running](), list[Outcome]()
@@ -141,7 +142,7 @@ def run_jobs(jobs: list[Job], gpus: list[str], seconds: float, output: Path) -> 
 
 
 def start(job: Job, gpus: list[str], output: Path) -> subprocess.Popen[bytes]:
-    """Starts a job, whose output goes to its log."""
+    """Start a job, whose output goes to its log."""
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "OUTPUT": str(output.resolve())}
     with (output / f"{job.name}.log").open("wb") as log:
         return subprocess.Popen(
@@ -151,7 +152,7 @@ def start(job: Job, gpus: list[str], output: Path) -> subprocess.Popen[bytes]:
 
 
 def kill_with_children(process_id: int) -> None:
-    """Kills a process and all that it started, which torchrun's ranks and vLLM's workers are, in sessions of their
+    """Kill a process and all that it started, which torchrun's ranks and vLLM's workers are, in sessions of their
     own."""
     root = psutil.Process(process_id)
     for process in [root, *root.children(recursive=True)]:

@@ -28,7 +28,7 @@ OURS, VLLM, TORCH, FLOOR = "ours", "vLLM", "torch", "reading once"
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="default: %(default)s")
     parser.add_argument("--vocabulary", type=int, default=151_936, help="default: %(default)s")
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def measure(rows: int, vocabulary: int) -> dict[str, Any]:
-    """Milliseconds of each way, and the largest difference between ours and vLLM's."""
+    """Return milliseconds of each way, and the largest difference between ours and vLLM's."""
     from vllm.v1.worker.gpu.sample import logprob
 
     generator = torch.Generator("cuda").manual_seed(1)
@@ -64,7 +64,7 @@ def measure(rows: int, vocabulary: int) -> dict[str, Any]:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """A table on stdout."""
+    """Print a table on stdout."""
     table = Table("rows", *(f"{name}, ms" for name in (OURS, VLLM, TORCH, FLOOR)), "ours beside vLLM's")
     for row in results:
         times = [f"{row['milliseconds'][name]['median']:.3f}" for name in (OURS, VLLM, TORCH, FLOOR)]

@@ -34,7 +34,7 @@ WARM_UPS, REPEATS = 2, 5
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     parser = make_parser(__doc__ or "", length=2048)
     parser.add_argument("--tokens-per-gpu", type=int, default=4096, help="of a micro-batch; default: %(default)s")
     parser.add_argument("--responses", type=int, default=1, help="to each prompt; default: %(default)s")
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All ways in turn, so that all meet the same machine."""
+    """Time all ways in turn, so that all meet the same machine."""
     shares = options.responses > 1
     role = random_role(options.model, options.tokens_per_gpu, shares_prompts=shares)
     shape = options.rows, options.length, options.prompt, options.responses
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def by_role(
     role: Role, batch: RolloutBatch, fields: dict[str, torch.Tensor], shares_prompts: bool = False
 ) -> Callable[[], None]:
-    """Forward and backward as in ``Role.update``."""
+    """Return forward and backward as in ``Role.update``."""
 
     def forward_and_backward() -> None:
         assert role.trainer is not None
@@ -115,7 +115,7 @@ def by_role(
 
 
 def with_compiled_layers(role: Role, way: Callable[[], None]) -> Callable[[], None]:
-    """The same way while torch.compile's code runs in place of the decoder layers' own."""
+    """Return the same way while torch.compile's code runs in place of the decoder layers' own."""
     layers = [layer for chunk in role.trainer.chunks for layer in chunk.module.decoder.layers] if role.trainer else []
     torch._dynamo.config.allow_unspec_int_on_nn_module = True  # one code for all layers, whose numbers differ
     for layer in layers:
@@ -136,7 +136,7 @@ def with_compiled_layers(role: Role, way: Callable[[], None]) -> Callable[[], No
 
 
 def with_cudnn_benchmark(way: Callable[[], None]) -> Callable[[], None]:
-    """The same way while cuDNN tries its algorithms of each convolution."""
+    """Return the same way while cuDNN tries its algorithms of each convolution."""
 
     def run_by_trial() -> None:
         with torch.backends.cudnn.flags(benchmark=True):

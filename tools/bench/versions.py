@@ -45,7 +45,7 @@ step.prepare(shape, step.folder_with_model(folder), steps)
 
 
 def main() -> int:
-    """Runs every version once a round; returns 1 where a run failed or the last version is slower than another."""
+    """Run every version once a round; return 1 where a run failed or the last version is slower than another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trees", nargs="+", metavar="NAME=FOLDER", help="a version of the repository")
     parser.add_argument("--models", nargs="+", help="default: 7B-80GB, on a CPU the toy; none with --scripts")
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) -> tuple[str, dict[str, Any] | None]:
-    """Why a run of the version in ``tree`` failed, and else its seconds by step and phase."""
+    """Return why a run of the version in ``tree`` failed, and else its seconds by step and phase."""
     environment = with_package(tree, folder.parent)
     prepare = [sys.executable, "-P", "-c", PREPARE, model, str(steps), str(folder)]
     subprocess.run(prepare, cwd=tree, env=environment, check=True)
@@ -106,7 +106,7 @@ def one_run(tree: Path, model: str, steps: int, folder: Path, seconds: float) ->
 
 
 def figures_of(tree: Path, command: str, work: Path, seconds: float) -> tuple[str, dict[str, float]]:
-    """Why a benchmark by the version in ``tree`` failed, and the numbers of its report, by their paths in it."""
+    """Return why a benchmark by the version in ``tree`` failed, and the numbers of its report, by their paths in it."""
     shutil.rmtree(work / tree.name, ignore_errors=True)  # some keep the rows of an earlier run
     output = work / tree.name / "report.json"  # some make a folder of it
     output.parent.mkdir(parents=True)
@@ -116,14 +116,14 @@ def figures_of(tree: Path, command: str, work: Path, seconds: float) -> tuple[st
 
 
 def report_at(path: Path) -> Any:
-    """The JSON value in a file, or those of a folder's files by their names; empty where there is none."""
+    """Return the JSON value in a file, or those of a folder's files by their names; empty where there is none."""
     if path.is_dir():
         return {file.stem: report_at(file) for file in sorted(path.glob("*.json"))}
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Each number in a JSON value with its path; a row of a list is named by the texts in it and its place."""
+    """Yield each number in a JSON value with its path; a row of a list is named by the texts in it and its place."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from numbers_of(each, f"{path}.{key}" if path else key)
@@ -136,7 +136,7 @@ def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def beside(reports: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[Any]]]:
-    """Each figure's values by version, one a round; runs that failed give their reasons alone."""
+    """Return each figure's values by version, one a round; runs that failed give their reasons alone."""
     names = dict.fromkeys(name for each in reports.values() for figures in each for name in figures)
     return {
         name: {version: [figures[name] for figures in each if name in figures] for version, each in reports.items()}
@@ -145,7 +145,7 @@ def beside(reports: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, l
 
 
 def with_package(tree: Path, folder: Path) -> dict[str, str]:
-    """The environment in which Python finds the package of ``tree``, whose kernels are a package inside it."""
+    """Return the environment in which Python finds the package of ``tree``, whose kernels are a package inside it."""
     packages = folder / f"package of {tree.name}"
     shutil.rmtree(packages, ignore_errors=True)
     package = packages / "rlhf_megatron"
@@ -159,7 +159,7 @@ def with_package(tree: Path, folder: Path) -> dict[str, str]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Median and spread of all counted steps of a version."""
+    """Return median and spread of all counted steps of a version."""
     seconds = [second for result in runs for second in result.get("step_seconds", [])]
     return spread(seconds) if seconds else {}
 

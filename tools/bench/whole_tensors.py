@@ -25,7 +25,7 @@ BUCKET_BYTES = 2 << 30
 
 
 class WholeTensors:
-    """Gathers and loads; ``run`` is collective over the world."""
+    """Gathering and loading of whole tensors; ``run`` is collective over the world."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class WholeTensors:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """The layout's positions are the ranks of the world; ``wanted`` is what this rank's rollout keeps."""
+        """Set up; the layout's positions are the ranks of the world; ``wanted`` is what this rank's rollout keeps."""
         self._shapes, self._dtype, self._device = tensor_shapes(architecture), dtype, device
         self._padded_rows = architecture.padded_vocabulary(layout.tensor) // layout.tensor
         self._stages = _group(layout.groups_along("pipeline"))
@@ -59,7 +59,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def run(self, held: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        """Fills ``targets`` from the ``held`` of all ranks."""
+        """Fill ``targets`` from the ``held`` of all ranks."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
         for name in self._shapes:
@@ -72,7 +72,7 @@ class WholeTensors:
         self._load(bucket, targets)
 
     def _gather(self, name: str, held: Mapping[str, Tensor]) -> Tensor:
-        """One tensor, whole."""
+        """Return one tensor, whole."""
         shape = self._shapes[name]
         root, blocks = self._parts[name]
         (peers, over), (parts, across) = (
@@ -108,7 +108,7 @@ def _is_expert(tensor: str) -> bool:
 
 
 def _group(lists: Iterable[list[int]]) -> tuple[list[int], Any]:
-    """This rank's of ``lists``, and its process group; collective over the world."""
+    """Return this rank's of ``lists``, and its process group; collective over the world."""
     mine: tuple[list[int], Any] = ([], None)
     for ranks in lists:
         group = dist.new_group(ranks)

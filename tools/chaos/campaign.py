@@ -61,12 +61,12 @@ class RewardService:
         self.start()
 
     def start(self) -> None:
-        """Starts it, on the same port each time."""
+        """Start it, on the same port each time."""
         command = [sys.executable, "-P", str(HERE / "reward_service.py"), str(self.port)]
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def stop(self) -> None:
-        """Kills it: connections are refused from now on."""
+        """Kill it: connections are refused from now on."""
         self.process.kill()
         self.process.wait()
 
@@ -97,18 +97,18 @@ class Launch:
                 log.flush()
 
     def is_running(self) -> bool:
-        """Returns whether torchrun has not ended."""
+        """Return whether torchrun has not ended."""
         return self.process.poll() is None
 
     def wait_for(self, what: str, step: int | None = None) -> None:
-        """Until recovery.jsonl has such a line, or metrics.jsonl one of the step; or the launch has ended."""
+        """Wait until recovery.jsonl has such a line, or metrics.jsonl one of the step; or the launch has ended."""
         while self.is_running():
             if (step in metrics_of(self.run)) if step else any(line["what"] == what for line in decisions(self.run)):
                 return
             time.sleep(0.05)
 
     def finish(self, seconds: float) -> int | None:
-        """Waits for the end; the exit status, or None where it did not come in time and everything was killed."""
+        """Wait for the end; the exit status, or None where it did not come in time and everything was killed."""
         try:
             status: int | None = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -118,7 +118,7 @@ class Launch:
         return status
 
     def kill(self) -> None:
-        """Kills torchrun and all that it has started."""
+        """Kill torchrun and all that it has started."""
         if self.is_running():
             root = psutil.Process(self.process.pid)
             for process in [*root.children(recursive=True), root]:
@@ -133,17 +133,17 @@ class Disturbance:
         self._launch, self._service = launch, service
 
     def send_sigterm(self) -> None:
-        """To torchrun, after step 3."""
+        """Send it to torchrun, after step 3."""
         self._begin(3)
         os.kill(self._launch.process.pid, signal.SIGTERM)
 
     def kill_torchrun(self) -> None:
-        """After step 3; its ranks are left to themselves."""
+        """Kill it after step 3; its ranks are left to themselves."""
         self._begin(3)
         os.kill(self._launch.process.pid, signal.SIGKILL)
 
     def truncate_checkpoint(self) -> None:
-        """Cuts the end off one file of the newest checkpoint, when the launch has ended."""
+        """Cut the end off one file of the newest checkpoint, when the launch has ended."""
         self._launch.process.wait(LIMIT_SECONDS)
         checkpoints = self._launch.run / "checkpoints"
         file = checkpoints / (checkpoints / "latest").read_text().strip() / "rank-00001.safetensors"
@@ -176,13 +176,13 @@ class Disturbance:
 
 
 def cold_start(command: list[str], folder: Path, variables: dict[str, str], files: list[int]) -> Any:
-    """A process as everyone starts one."""
+    """Return a process as everyone starts one."""
     stdin, stdout, stderr = files
     return subprocess.Popen(command, cwd=folder, env=variables, stdin=stdin, stdout=stdout, stderr=stderr)
 
 
 def warm_start() -> Start:
-    """Forks of a process that has done the imports, in place of processes; torchrun's own code otherwise."""
+    """Fork of a process that has done the imports, in place of processes; torchrun's own code otherwise."""
     sys.path.append(str(ROOT / "tests"))
     nursery = importlib.import_module("nursery").nursery()
     start: Start = nursery.start
@@ -190,14 +190,15 @@ def warm_start() -> Start:
 
 
 def environment(case: Case) -> dict[str, str]:
-    """One thread for each rank, no GPU, no search of the network for models, the fault, and a job of two hours."""
+    """Return one thread for each rank, no GPU, no search of the network for models, the fault, and a job of two
+    hours."""
     settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     settings |= {FAULT: case.fault, "RLHF_MEGATRON_DEADLINE": f"{time.time() + 7200:.0f}"}
     return {**os.environ, **settings}
 
 
 def recipe_of(case: Case) -> list[str]:
-    """The arguments of train.py."""
+    """Return the arguments of train.py."""
     if not case.environment:
         return ["grpo.yaml", f"name={case.name}", *case.overrides]
     environment = f"rollout.multi_turn.environment=games/{case.name}/counted.py:{case.environment}"
@@ -205,7 +206,7 @@ def recipe_of(case: Case) -> list[str]:
 
 
 def lay_out_game(case: Case, folder: Path) -> None:
-    """Puts the environment of a case where it keeps its ledger."""
+    """Put the environment of a case where it keeps its ledger."""
     game = folder / "games" / case.name
     game.mkdir(parents=True)
     shutil.copy(HERE / "counted.py", game)
@@ -214,7 +215,7 @@ def lay_out_game(case: Case, folder: Path) -> None:
 
 
 def perform(case: Case, folder: Path, service: RewardService, start: Start) -> Result:
-    """Runs a case and judges it by the reference, which lies beside it."""
+    """Run a case and judge it by the reference, which lies beside it."""
     started, faults, status = time.monotonic(), list[float](), None
     if case.environment:
         lay_out_game(case, folder)
@@ -236,7 +237,7 @@ def perform(case: Case, folder: Path, service: RewardService, start: Start) -> R
 
 
 def prepare(folder: Path, port: int) -> None:
-    """Models with random weights, data, and the recipes."""
+    """Make models with random weights, data, and the recipes."""
     RECIPE["reward"]["service"]["url"] = f"http://127.0.0.1:{port}/score"
     (folder / "grpo.yaml").write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
     (folder / "games.yaml").write_text(yaml.safe_dump(GAMES), encoding="utf-8")
@@ -252,7 +253,7 @@ def prepare(folder: Path, port: int) -> None:
 
 
 def write(path: Path, results: list[Result]) -> None:
-    """The results as JSON, and beside it as a table in Markdown."""
+    """Write the results as JSON, and beside it as a table in Markdown."""
     record = {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.date.today().isoformat(),
@@ -271,7 +272,7 @@ def write(path: Path, results: list[Result]) -> None:
 
 
 def campaign(chosen: list[Case], folder: Path, start: Start, console: Console) -> list[Result]:
-    """Performs all of them, the reference first."""
+    """Perform all of them, the reference first."""
     service, results = RewardService(), list[Result]()
     columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
     try:
@@ -290,7 +291,7 @@ def campaign(chosen: list[Case], folder: Path, start: Start, console: Console) -
 
 @command
 def main() -> int:
-    """Returns 1 where an expectation was not met."""
+    """Return 1 where an expectation was not met."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[""], help="cases whose names begin so")
     parser.add_argument("--list", action="store_true", help="show the cases")

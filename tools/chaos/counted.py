@@ -24,13 +24,13 @@ class Forgetful:
     """A game that cannot be saved: a killed run begins it again, as another life."""
 
     def reset(self, row: dict[str, Any]) -> str:
-        """A new life."""
+        """Return a new life."""
         self.row, self.name, self.turn = row, secrets.token_hex(4), 0
         self.note("reset")
         return f"game {self.name}"
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Some reward that differs between random answers; one in eight ends the game."""
+        """Return some reward that differs between random answers; one in eight ends the game."""
         self.turn += 1
         self.note("step")
         if self.turn == 2 and (RUN / "checkpoints" / "latest").exists():
@@ -38,18 +38,18 @@ class Forgetful:
         return f"{self.turn}", len(action) % 5 / 4, len(action) % 8 == 1
 
     def close(self) -> None:
-        """The end, or that of the rank."""
+        """Note the end, or that of the rank."""
         self.note("close")
 
     def note(self, what: str) -> None:
-        """Adds a line to the ledger."""
+        """Add a line to the ledger."""
         line = {"what": what, "life": self.name, "turn": self.turn, "process": os.getpid()}
         line |= {"seed": self.row["seed"], "attempt": self.row["attempt"]}
         with (HERE / "ledger.jsonl").open("a") as ledger:
             ledger.write(json.dumps(line) + "\n")
 
     def kill_if_due(self) -> None:
-        """Kills the rank once for all games: now, or a moment later, when the model goes on."""
+        """Kill the rank once for all games: now, or a moment later, when the model goes on."""
         try:
             when = (HERE / "kill").read_text()
             (HERE / "kill").unlink()
@@ -67,10 +67,10 @@ class Saved(Forgetful):
     """A game that can: the same life goes on."""
 
     def state(self) -> bytes:
-        """Its name, and how far it is."""
+        """Return its name, and how far it is."""
         return json.dumps([self.name, self.turn]).encode()
 
     def load(self, row: dict[str, Any], state: bytes) -> None:
-        """In place of ``reset``."""
+        """Go on, in place of ``reset``."""
         self.row, (self.name, self.turn) = row, json.loads(state)
         self.note("load")

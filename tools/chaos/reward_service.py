@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers {"samples": [...]} with {"scores": [...]}."""
+    """Handler that answers {"samples": [...]} with {"scores": [...]}."""
 
     def do_POST(self) -> None:
-        """Scores each sample by the length of its text."""
+        """Score each sample by the length of its text."""
         samples = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
         answer = json.dumps({"scores": [len(sample["solution_str"]) % 5 / 4 for sample in samples]}).encode()
         self.send_response(200)
@@ -21,7 +21,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Say nothing."""
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Trained(NamedTuple):
 
 
 def trained_rows(run: Path) -> list[Trained]:
-    """The kept rollouts of a run, the last of each step."""
+    """Return the kept rollouts of a run, the last of each step."""
     rows = []
     for step in range(1, GAMES["steps"] + 1):
         path = run / "rollouts" / f"step-{step}.parquet"
@@ -42,7 +42,7 @@ def trained_rows(run: Path) -> list[Trained]:
 
 
 def begun_before(run: Path) -> Counter[str]:
-    """Number of trajectories that were replayed, resumed and restarted, in the last pass of each step."""
+    """Return the number of trajectories that were replayed, resumed and restarted, in the last pass of each step."""
     counts: Counter[str] = Counter()
     for metrics in read_steps(run / "metrics.jsonl").values():
         for what in ("replayed", "resumed", "restarted"):
@@ -51,8 +51,8 @@ def begun_before(run: Path) -> Counter[str]:
 
 
 def accounts(trained: list[Trained], ledger: list[Line], counts: Counter[str]) -> list[str]:
-    """Problems of a run's trajectories: each prompt that was begun is trained on with all its responses, each life at
-    most once, no action is lost or comes twice, and metrics say which lives went on and which began again."""
+    """Return problems of a run's trajectories: each prompt that was begun is trained on with all its responses, each
+    life at most once, no action is lost or comes twice, and metrics say which lives went on and which began again."""
     lives = defaultdict[str, list[Line]](list)
     for line in ledger:
         lives[line["life"]].append(line)
@@ -73,7 +73,8 @@ def accounts(trained: list[Trained], ledger: list[Line], counts: Counter[str]) -
 
 
 def _rows_problems(trained: list[Trained], seed_of: dict[str, int]) -> list[str]:
-    """Steps without all of their rows, and prompts that are not trained with each of their responses in one step."""
+    """Return steps without all of their rows, and prompts that are not trained with each of their responses in one
+    step."""
     batch = GAMES["batch"]
     rows = batch["prompts_per_step"] * batch["responses_per_prompt"]
     of_step = Counter(row.step for row in trained)
@@ -96,7 +97,8 @@ def _rows_problems(trained: list[Trained], seed_of: dict[str, int]) -> list[str]
 
 
 def _life_problems(lines: Iterable[Line], trained_turns: int | None) -> list[str]:
-    """Problems of what was done to one game, trained with so many turns, or not at all where it was begun again."""
+    """Return problems of what was done to one game, trained with so many turns, or not at all where it was begun
+    again."""
     problems, turn, closes = [], 0, Counter[int]()
     for place, line in enumerate(lines):
         what, at = line["what"], line["turn"]
@@ -118,13 +120,14 @@ def _life_problems(lines: Iterable[Line], trained_turns: int | None) -> list[str
 
 
 def never_stepped(trained: list[Trained], ledger: list[Line]) -> int:
-    """Number of games that a run lost before their first turn: of a reset that is under way nothing can be saved."""
+    """Return the number of games that a run lost before their first turn: of a reset that is under way nothing can be
+    saved."""
     stepped = {line["life"] for line in ledger if line["what"] == "step"}
     return len({line["life"] for line in ledger} - stepped - {row.life for row in trained})
 
 
 def judged(run: Path, game: Path) -> tuple[list[str], Counter[str], int]:
-    """Returns the problems of a run whose environments noted in ``game``, how its trajectories were begun, and how many
+    """Return the problems of a run whose environments noted in ``game``, how its trajectories were begun, and how many
     of these were lost before their first turn."""
     ledger = [json.loads(line) for line in (game / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
     counts, trained = begun_before(run), trained_rows(run)

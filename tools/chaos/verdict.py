@@ -69,26 +69,26 @@ class Result:
     problems: list[str]
 
     def row(self) -> list[str]:
-        """The cells of a table."""
+        """Return the cells of a table."""
         happened = self.happened + "".join(f"; NOT AS EXPECTED: {problem}" for problem in self.problems)
         recovery = "" if self.seconds_to_recover is None else f"{self.seconds_to_recover:.0f}"
         return [self.name, self.expected, happened, self.equal, str(self.steps_repeated), recovery]
 
 
 def decisions(run: Path) -> list[dict[str, Any]]:
-    """The run's recovery.jsonl."""
+    """Return the run's recovery.jsonl."""
     return RecoveryLog(run).lines()
 
 
 def metrics_of(run: Path) -> dict[int, dict[str, float | None]]:
-    """The last word on each step so far, without what depends on the machine and the packing."""
+    """Return the last word on each step so far, without what depends on the machine and the packing."""
     path = run / "metrics.jsonl"
     # The packing changes with a smaller budget of tokens.
     return comparable(read_steps(path) if path.exists() else {}, "train/imbalance")
 
 
 def judge(case: Case, folder: Path, faults: list[float], seconds: float, problems: list[str]) -> Result:
-    """Compares what a run has left with what the case expects and with the reference."""
+    """Compare what a run has left with what the case expects and with the reference."""
     run, lines = folder / "runs" / case.name, decisions(folder / "runs" / case.name)
     made = tuple(line["what"] for line in lines if line["what"] not in ("resume", "fault"))
     if made != tuple(case.decisions):
@@ -104,7 +104,8 @@ def judge(case: Case, folder: Path, faults: list[float], seconds: float, problem
 
 
 def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
-    """Comparison of a run with the reference, in words; adds what is not as the case expects to ``problems``."""
+    """Return a comparison of a run with the reference, in words; adds what is not as the case expects to
+    ``problems``."""
     run = folder / "runs" / case.name
     if not (run / "metrics.jsonl").exists():
         said = (run / "launch.log").read_text(encoding="utf-8").split("\n")
@@ -118,7 +119,8 @@ def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
 
 
 def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
-    """Account of how trajectories were begun, in words; adds what is not as the case expects to ``problems``."""
+    """Return an account of how trajectories were begun, in words; adds what is not as the case expects to
+    ``problems``."""
     found, counts, never_stepped = judged(folder / "runs" / case.name, folder / "games" / case.name)
     problems += found
     seen = {what for what, count in counts.items() if count > (never_stepped if what == "restarted" else 0)}
@@ -128,7 +130,7 @@ def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
 
 
 def equality(run: Path, reference: Path) -> str:
-    """Compares metrics and exported weights with the reference: equal bits, rounding, or until which step."""
+    """Compare metrics and exported weights with the reference: equal bits, rounding, or until which step."""
     actual, expected = metrics_of(run), metrics_of(reference)
     exports = [path / "export" / f"step-{STEPS}" / "model.safetensors" for path in (run, reference)]
     if actual.keys() != expected.keys() or not all(path.exists() for path in exports):
@@ -143,7 +145,7 @@ def equality(run: Path, reference: Path) -> str:
 
 
 def are_close(actual: dict[str, float | None], expected: dict[str, float | None]) -> bool:
-    """Returns whether two records have the same numbers up to rounding."""
+    """Return whether two records have the same numbers up to rounding."""
     return actual.keys() == expected.keys() and all(
         value == wanted
         or (
@@ -168,7 +170,7 @@ def steps_repeated(lines: list[dict[str, Any]]) -> int:
 
 
 def accounts(run: Path, passed_over: tuple[int, int] | None) -> list[str]:
-    """Problems of the run's rows: each one drawn is trained on once, waits for the next step, or is dropped.
+    """Return problems of the run's rows: each one drawn is trained on once, waits for the next step, or is dropped.
 
     Looks at the last time that each step was done, since these steps made the weights.
     """
@@ -199,7 +201,7 @@ def accounts(run: Path, passed_over: tuple[int, int] | None) -> list[str]:
 
 
 def gone_on(lines: list[dict[str, Any]], fault: float) -> float | None:
-    """The time at which an attempt resumed after a fault, in seconds since 1970; None where none had to."""
+    """Return the time at which an attempt resumed after a fault, in seconds since 1970; None where none had to."""
     later = [line | {"at": moment} for line in lines if (moment := seconds_of(line["time"])) > fault]
     while later and later[0]["what"] not in ("start", "restart"):
         later.pop(0)
@@ -208,12 +210,12 @@ def gone_on(lines: list[dict[str, Any]], fault: float) -> float | None:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds since 1970 of a time in ISO's form."""
+    """Return the seconds since 1970 of a time in ISO's form."""
     return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def story(lines: list[dict[str, Any]]) -> str:
-    """A summary of recovery.jsonl, in a few words."""
+    """Return a summary of recovery.jsonl, in a few words."""
     words = {
         "start": "starts after step {step}", "restart": "restarts after step {step}", "resume": "from step {step}",
         "fault": "fault in {phase}", "hang": "hang noticed", "stop": "stops after step {step}", "done": "done",

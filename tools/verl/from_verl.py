@@ -2,9 +2,10 @@
 
     python tools/verl/from_verl.py --output my.yaml algorithm.adv_estimator=grpo data.train_batch_size=256 ...
 
-takes the arguments of `python3 -m verl.trainer.main_ppo`, and its `-m MODULE`; in a script of verl's, put this command
-in the place of python3. Keys that are not given have verl's defaults. The exit status is 1 where keys were refused:
-the recipe, then, is that of the others, and each refused key is told on stderr and in the recipe's first lines.
+takes the arguments of ``python3 -m verl.trainer.main_ppo``, and its ``-m MODULE``; in a script of verl's, put this
+command in the place of python3. Keys that are not given have verl's defaults. The exit status is 1 where keys were
+refused: the recipe, then, is that of the others, and each refused key is told on stderr and in the recipe's first
+lines.
 
 Here: the command line. Not here: reading verl's (verl_command.py, verl_compose.py), and what its keys mean
 (verl_sections.py, verl_algorithm.py, verl_roles.py, verl_keys.tsv).
@@ -33,7 +34,7 @@ OURS = ("cluster.", "model.config=")
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 where keys were refused, 2 for input that is not right."""
+    """Return the exit status: 0 done, 1 where keys were refused, 2 for input that is not right."""
     parser = ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="cluster.KEY=VALUE and model.config=FOLDER are keys of the recipe, and not verl's.",
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def planned(recipe: Recipe, world: int) -> Recipe:
-    """The recipe with the layout that is expected to be fastest on ``world`` GPUs, H100 where it names none.
+    """Return the recipe with the layout that is expected to be fastest on ``world`` GPUs, H100 where it names none.
 
     What a plan keeps of the command's layout, such as cuts of sequences, is left out where nothing fits with it, and
     then tokens_per_gpu is auto, where one row at a time fits.
@@ -85,20 +86,21 @@ def planned(recipe: Recipe, world: int) -> Recipe:
 
 
 def _without_cuts(values: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's plain values without what a plan keeps: cuts of sequences, and layouts of roles but the actor."""
+    """Return a recipe's plain values without what a plan keeps: cuts of sequences, and layouts of roles but the
+    actor."""
     sections = {role: {**values[role], "layout": None} for role in ROLES.values() if values.get(role)}
     return values | sections | {"actor": {**values["actor"], "layout": {}}}
 
 
 def _with_tokens(values: dict[str, Any], tokens: int | str) -> RLRecipe:
-    """The recipe of plain values, with the same micro-batches in all roles."""
+    """Return the recipe of plain values, with the same micro-batches in all roles."""
     sections = {role: {**values[role], "tokens_per_gpu": tokens} for role in ROLES.values() if values.get(role)}
     sections["actor"]["logprob_tokens_per_gpu"] = None
     return RLRecipe.model_validate(values | sections)
 
 
 def write(output: Path, recipe: Recipe, given: Command) -> None:
-    """Writes the recipe, below the keys of the command that it does not have."""
+    """Write the recipe, below the keys of the command that it does not have."""
     plain = recipe.model_dump(mode="json", exclude_defaults=True)
     refused = "".join(f"# refused: {line}\n" for line in given.refusals)
     try:
@@ -108,7 +110,7 @@ def write(output: Path, recipe: Recipe, given: Command) -> None:
 
 
 def tell(given: Command) -> None:
-    """Prints what is not as it was."""
+    """Print what is not as it was."""
     for remark in given.remarks:
         print(f"not as in verl: {remark}", file=sys.stderr)
     for refusal in given.refusals:
@@ -116,7 +118,7 @@ def tell(given: Command) -> None:
 
 
 def report(given: Command, recipe: Recipe, output: Path, world: int, is_planned: bool) -> None:
-    """Prints how the run is started."""
+    """Print how the run is started."""
     gpus = recipe.cluster.gpus_per_node
     if not given.is_of_megatron and not is_planned:
         print(

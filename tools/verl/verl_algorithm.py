@@ -44,7 +44,7 @@ OTHER_SELECTION = (
 
 
 def put_algorithm(command: Command, tree: Tree) -> None:
-    """The objective of a command."""
+    """Put the objective of a command."""
     put_advantages(command, tree)
     put_policy_loss(command, tree)
     put_divergence(command, tree)
@@ -57,7 +57,7 @@ def put_algorithm(command: Command, tree: Tree) -> None:
 
 
 def put_advantages(command: Command, tree: Tree) -> None:
-    """The estimator of advantages, and what it reads."""
+    """Put the estimator of advantages, and what it reads."""
     take, put = command.take, tree.put
     advantage = command.choose("algorithm.adv_estimator", "gae", ADVANTAGES)
     put("algorithm.advantage", advantage)
@@ -72,7 +72,7 @@ def put_advantages(command: Command, tree: Tree) -> None:
 
 
 def put_policy_loss(command: Command, tree: Tree) -> None:
-    """The loss of a token, and how tokens are averaged."""
+    """Put the loss of a token, and how tokens are averaged."""
 
     def put(key: str, value: Any) -> None:
         tree.put(f"algorithm.{key}", value)
@@ -102,7 +102,7 @@ def put_policy_loss(command: Command, tree: Tree) -> None:
 
 
 def _aggregation(command: Command, loss: str | None) -> str | None:
-    """Loss aggregation: in two losses of verl's by sequences, whatever loss_agg_mode says."""
+    """Return loss aggregation: in two losses of verl's by sequences, whatever loss_agg_mode says."""
     aggregation = command.choose(f"{ACTOR}.loss_agg_mode", "token-mean", AGGREGATIONS)
     by_sequences = AGGREGATIONS["seq-mean-token-mean"]
     if loss == "gspo" and aggregation != by_sequences:
@@ -117,7 +117,7 @@ def _aggregation(command: Command, loss: str | None) -> str | None:
 
 
 def put_bounds(command: Command, tree: Tree) -> None:
-    """The bounds of the ratio. clip_ratio counts where one of them is null."""
+    """Put the bounds of the ratio. clip_ratio counts where one of them is null."""
     clip = command.number(f"{ACTOR}.clip_ratio", 0.2)
     for side in ("low", "high"):
         key = f"{ACTOR}.clip_ratio_{side}"
@@ -130,7 +130,7 @@ def put_bounds(command: Command, tree: Tree) -> None:
 
 
 def put_filter(command: Command, tree: Tree) -> None:
-    """DAPO's dynamic sampling."""
+    """Put DAPO's dynamic sampling."""
     section = "algorithm.filter_groups"
     prompts = command.number("data.gen_batch_size") or tree["batch"]["prompts_per_step"]
     if not command.take(f"{section}.enable", False):
@@ -145,7 +145,7 @@ def put_filter(command: Command, tree: Tree) -> None:
 
 
 def put_overlong(command: Command, tree: Tree, buffer: str) -> None:
-    """DAPO's penalty of long responses."""
+    """Put DAPO's penalty of long responses."""
     if command.take(f"{buffer}.enable", False):
         tree.put("algorithm.overlong_buffer.enable", True)
         tree.put("algorithm.overlong_buffer.len", command.take(f"{buffer}.len"))
@@ -153,7 +153,7 @@ def put_overlong(command: Command, tree: Tree, buffer: str) -> None:
 
 
 def put_router_replay(command: Command, tree: Tree) -> None:
-    """The rollout's choices of experts, which verl's mode R3 replays."""
+    """Put the rollout's choices of experts, which verl's mode R3 replays."""
     sections = (ACTOR, *(f"{ACTOR}.{engine}" for engine in ("megatron", "fsdp_config", "veomni")))
     keys = [f"{section}.router_replay.mode" for section in sections]
     modes = {key: command.take(key) for key in keys}
@@ -166,7 +166,7 @@ def put_router_replay(command: Command, tree: Tree) -> None:
 
 
 def put_divergence(command: Command, tree: Tree) -> None:
-    """The KL divergence from the reference, of the loss or else of the reward."""
+    """Put the KL divergence from the reference, of the loss or else of the reward."""
     take, put = command.take, tree.put
     in_loss, in_reward = take(f"{ACTOR}.use_kl_loss", False), take("algorithm.use_kl_in_reward", False)
     if in_loss and in_reward:
@@ -196,7 +196,7 @@ def put_divergence(command: Command, tree: Tree) -> None:
 
 
 def put_correction(command: Command, tree: Tree) -> None:
-    """Importance weights, and responses left out, against the difference between rollout and trainer."""
+    """Put importance weights, and responses left out, against the difference between rollout and trainer."""
     take = command.take
     bypasses = command.first(f"{CORRECTION}.bypass_mode", f"{CORRECTION}.bypass_old_logprob_for_rollout", default=False)
     level = take(f"{CORRECTION}.rollout_is", "")
@@ -234,7 +234,8 @@ def put_correction(command: Command, tree: Tree) -> None:
 
 
 def put_rejection(command: Command, tree: Tree, level: str, cap: float) -> None:
-    """Left out by the ratio. verl's k1 is the logarithm of rollout over trainer, so bounds change places."""
+    """Put what is left out by the ratio. verl's k1 is the logarithm of rollout over trainer, so bounds change
+    places."""
     key = f"{CORRECTION}.rollout_rs"
     for option, low, high in _rejections(command, cap):
         if option in ("seq_mean_k1", "geometric"):
@@ -259,7 +260,7 @@ def put_rejection(command: Command, tree: Tree, level: str, cap: float) -> None:
 
 
 def _rejections(command: Command, cap: float) -> Iterator[tuple[str, float, float]]:
-    """(option, lower, upper bound) of each criterion of a comma separated list; one threshold is for all."""
+    """Yield (option, lower, upper bound) of each criterion of a comma separated list; one threshold is for all."""
     key = f"{CORRECTION}.rollout_rs"
     text, thresholds = str(command.take(key, "") or ""), command.take(f"{key}_threshold")
     lower = command.number(f"{key}_threshold_lower")  # of verl 0.6
@@ -273,7 +274,8 @@ def _rejections(command: Command, cap: float) -> Iterator[tuple[str, float, floa
 
 
 def _bounds(key: str, threshold: Any) -> tuple[float | None, float]:
-    """(lower bound or None, upper bound) of a threshold such as 2.0 or 0.5_4.0; raises RecipeError for another."""
+    """Return (lower bound or None, upper bound) of a threshold such as 2.0 or 0.5_4.0; raises RecipeError for
+    another."""
     try:
         parts = [float(part) for part in str(threshold).strip().split("_")]
     except ValueError:

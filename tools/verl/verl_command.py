@@ -58,7 +58,7 @@ class Command:
         return "rollout.total_rollout_steps" in self.given
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key, verl's default where it is not given. Keys below one are a mapping.
+        """Return the value of a key, verl's default where it is not given. Keys below one are a mapping.
 
         Raises RecipeError for a value of another kind than the default; null is as not given where that says nothing.
         """
@@ -75,47 +75,47 @@ class Command:
         return default if value == "" else _of_kind(key, value, default)
 
     def first(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of several keys that is given and not null."""
+        """Return the value of the first of several keys that is given and not null."""
         values = [_of_kind(key, value, default) for key in keys if (value := self.take(key)) is not None]
         return values[0] if values else default
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """The number of a key; raises RecipeError for what is none, or not finite."""
+        """Return the number of a key; raises RecipeError for what is none, or not finite."""
         value = self.take(key, default)
         return value if value is None else _of_kind(key, value, 0.0)
 
     def count(self, key: str, default: int | None = None) -> Any:
-        """The whole number of a key, 1 or more; raises RecipeError for another."""
+        """Return the whole number of a key, 1 or more; raises RecipeError for another."""
         value = self.number(key, default)
         if value is not None and (value != int(value) or value < 1):
             raise RecipeError(f"{key}={shown(value)}: must be a whole number, 1 or more")
         return value if value is None else int(value)
 
     def choose(self, key: str, default: str, choices: dict[str, str]) -> str | None:
-        """The word for a key's value in ``choices``; None, and a refusal, where it has none."""
+        """Return the word for a key's value in ``choices``; None, and a refusal, where it has none."""
         value = self.take(key, default)
         if value not in choices:
             self.refuse(key, f"here are {', '.join(choices)}")
         return choices.get(value)
 
     def remark(self, key: str, text: str) -> None:
-        """Tells that a key is not what it was, in a run that learns the same."""
+        """Tell that a key is not what it was, in a run that learns the same."""
         self.remarks.append(f"{self._shown(key)}: {text}")
 
     def refuse(self, key: str, text: str) -> None:
-        """Tells that a key is left out, which makes the run another one."""
+        """Tell that a key is left out, which makes the run another one."""
         self.refusals.append(f"{self._shown(key)}: {text}")
 
     def _shown(self, key: str) -> str:
         return f"{key}={shown(self.given[key])}" if key in self.given else key
 
     def pass_over(self, *beginnings: str) -> None:
-        """Counts keys that begin so as asked for: they are of what this command does not use."""
+        """Count keys that begin so as asked for: they are of what this command does not use."""
         self.asked.update(key for key in self.given if key.startswith(beginnings))
 
 
 def parse(words: Sequence[str]) -> dict[str, Any]:
-    """Hydra's overrides as key -> value; raises RecipeError for other words. `~key` takes a key back."""
+    """Return Hydra's overrides as key -> value; raises RecipeError for other words. ``~key`` takes a key back."""
     given: dict[str, Any] = {}
     for word in words:
         if word.startswith("~"):
@@ -133,7 +133,8 @@ def parse(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """The value of an override. Hydra's mappings need no space after a colon, and a backslash keeps what follows."""
+    """Return the value of an override. Hydra's mappings need no space after a colon, and a backslash keeps what
+    follows."""
     if not text:
         return ""
     values: dict[str, Any] = {}
@@ -147,7 +148,7 @@ def _value(text: str) -> Any:
 
 
 def keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A key with its value, or those of a mapping."""
+    """Yield a key with its value, or those of a mapping."""
     if isinstance(value, dict) and value and key not in MAPPINGS:
         for name, inner in value.items():
             yield from keys_of(f"{key}.{name}" if key else str(name), inner)
@@ -158,12 +159,12 @@ def keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _says_nothing(value: Any, default: Any) -> bool:
-    """True for an empty value in the place of something."""
+    """Return True for an empty value in the place of something."""
     return value == "" if not default else value in ("", None)
 
 
 def _of_kind(key: str, value: Any, default: Any) -> Any:
-    """``value``, which is of the kind of a default; raises RecipeError where it is not."""
+    """Return ``value``, which is of the kind of a default; raises RecipeError where it is not."""
     if default is None or (value in (None, "") and not default):
         return default if value in (None, "") else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -181,7 +182,7 @@ def _of_kind(key: str, value: Any, default: Any) -> Any:
 
 
 def judge(command: Command) -> None:
-    """Tells what becomes of the keys that nothing has asked for, by the table.
+    """Tell what becomes of the keys that nothing has asked for, by the table.
 
     Raises RecipeError for a value in a section's place.
     """
@@ -201,7 +202,7 @@ class Tree(dict[str, Any]):
     """Plain values of a recipe, set by paths of keys."""
 
     def put(self, path: str, value: Any) -> None:
-        """Sets a key; null is not written, since the default says as much."""
+        """Set a key; null is not written, since the default says as much."""
         if value is None:
             return
         if isinstance(value, str) and value.startswith("~/"):

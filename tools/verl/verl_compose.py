@@ -41,7 +41,8 @@ _OWN_FOLDER = (None, "config", "./config")
 
 
 def read_command(module: str, folder: str | None, name: str | None, words: Sequence[str]) -> Command:
-    """The keys of a command; raises UserError for words that are no overrides, and for files that cannot be composed.
+    """Return the keys of a command; raises UserError for words that are no overrides, and for files that cannot be
+    composed.
 
     ``module`` is the trainer's; ``folder`` and ``name`` are those of Hydra's --config-path and --config-name.
     """
@@ -63,9 +64,9 @@ def read_command(module: str, folder: str | None, name: str | None, words: Seque
 
 
 def compose(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
-    """The keys of a configuration that Hydra composes; raises UserError where it cannot.
+    """Return the keys of a configuration that Hydra composes; raises UserError where it cannot.
 
-    verl's own files are looked for where the file's `hydra.searchpath` says, and in verl/trainer/config.
+    verl's own files are looked for where the file's ``hydra.searchpath`` says, and in verl/trainer/config.
     """
     try:
         from hydra import compose as composed_by_hydra
@@ -89,13 +90,13 @@ def compose(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _chooses_files(word: str) -> bool:
-    """True for an override that chooses files of a configuration: a group, or where to look for them."""
+    """Return True for an override that chooses files of a configuration: a group, or where to look for them."""
     key = word.lstrip("+~").partition("=")[0]
     return "@" in key or "/" in key or key == "hydra.searchpath"
 
 
 def _folder_of(module: str, folder: str | None) -> Path:
-    """The folder of --config-path, which Hydra takes to be relative to the module's own."""
+    """Return the folder of --config-path, which Hydra takes to be relative to the module's own."""
     path = Path(folder or "config")
     beside = Path(*module.split(".")[:-1]) / path
     return beside if not path.is_absolute() and beside.is_dir() else path

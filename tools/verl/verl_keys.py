@@ -31,21 +31,21 @@ class Row:
         return re.compile("|".join(re.escape(each).replace(r"\*", ".*") for each in alternatives(self.pattern)))
 
     def accepts(self, value: Any) -> bool:
-        """True for a value that needs no line."""
+        """Return True for a value that needs no line."""
         if any(value == none and type(value) is type(none) for none in _NO_VALUE):
             return "null" in self.accepted
         return any(_same(value, text) for text in self.accepted)
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The patterns that the braces of one stand for: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
+    """Return the patterns that the braces of one stand for: ``a.{b,c}`` is ``a.b`` and ``a.c``."""
     parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
     return ["".join(chosen) for chosen in itertools.product(*parts)]
 
 
 @functools.cache
 def table() -> tuple[Row, ...]:
-    """The rows of verl_keys.tsv, in its order."""
+    """Return the rows of verl_keys.tsv, in its order."""
     lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
     fields = [line.split("\t") for line in lines if line and not line.startswith("#")]
     padded = ([*row, "", ""][:4] for row in fields)
@@ -53,13 +53,13 @@ def table() -> tuple[Row, ...]:
 
 
 def row_of(key: str) -> Row | None:
-    """The first row that fits a key; None where it is not known."""
+    """Return the first row that fits a key; None where it is not known."""
     return next((row for row in table() if row.expression.fullmatch(key)), None)
 
 
 @functools.cache
 def sections() -> frozenset[str]:
-    """The sections that keys of the table are in, such as trainer."""
+    """Return the sections that keys of the table are in, such as trainer."""
     keys = (key.split("*")[0] for row in table() for key in alternatives(row.pattern))
     return frozenset(
         ".".join(parts[:count]) for key in keys for parts in [key.split(".")] for count in range(1, len(parts))
@@ -67,7 +67,7 @@ def sections() -> frozenset[str]:
 
 
 def _same(value: Any, text: str) -> bool:
-    """True where a value is the one that a text of the table means."""
+    """Return True where a value is the one that a text of the table means."""
     if isinstance(value, bool):
         return str(value).lower() == text.lower()
     if isinstance(value, int | float):

@@ -52,7 +52,7 @@ ENGINES = ("fsdp_config", "fsdp", "model.fsdp_config", "veomni")
 
 
 def put_roles(command: Command, tree: Tree) -> None:
-    """Layouts, memory, token budgets and optimizers of the roles that the command has."""
+    """Put layouts, memory, token budgets and optimizers of the roles that the command has."""
     longest = tree["data"]["max_prompt_length"] + tree["rollout"]["max_response_length"]
     budget = put_role(command, tree, ACTOR, longest, 16384)
     logprobs = logprob_budget(command, ROLLOUT, longest)
@@ -87,7 +87,7 @@ def put_roles(command: Command, tree: Tree) -> None:
 
 
 def put_reward_model(command: Command, tree: Tree, longest: int) -> None:
-    """A classifier; or a judge, which verl tells apart by the function that asks it."""
+    """Put a classifier; or a judge, which verl tells apart by the function that asks it."""
     path = command.first("reward_model.model.path", "reward.reward_model.model_path", default="")
     if not path:
         raise RecipeError("reward.reward_model.model_path: name the reward model's folder")
@@ -102,7 +102,7 @@ def put_reward_model(command: Command, tree: Tree, longest: int) -> None:
 
 
 def put_judge(command: Command, tree: Tree, path: str) -> None:
-    """A generative reward model: its engines' settings; what it is asked stands in a function, and so not here."""
+    """Put a generative reward model: its engines' settings; what it is asked stands in a function, and so not here."""
     tree["judge"] = Tree(path=path, prompt=JUDGE_PROMPT, score_range=[0, 10])
     for key, ours, default in JUDGE_KEYS:
         value = command.first(*(f"{section}.rollout.{key}" for section in JUDGES), default=default)
@@ -110,7 +110,7 @@ def put_judge(command: Command, tree: Tree, path: str) -> None:
 
 
 def check_critic(command: Command, tree: Tree) -> None:
-    """Tells of what a critic has in common with the actor here, and not in the command."""
+    """Tell of what a critic has in common with the actor here, and not in the command."""
     batch = tree["batch"]
     for key, ours in (("ppo_mini_batch_size", batch["minibatch_prompts"]), ("ppo_epochs", batch["epochs_per_step"])):
         if command.number(f"critic.{key}", ours) != ours:
@@ -124,7 +124,8 @@ def check_critic(command: Command, tree: Tree) -> None:
 
 
 def put_adapters(command: Command, tree: Tree) -> None:
-    """Low-rank adapters of the actor, by the keys of FSDP or by those of Megatron; the reference is without them."""
+    """Put low-rank adapters of the actor, by the keys of FSDP or by those of Megatron; the reference is without
+    them."""
     of_fsdp, of_megatron = command.number(f"{MODEL}.lora_rank", 0), command.number(f"{MODEL}.lora.rank", 0)
     path = command.first(f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path", default="")
     if not of_fsdp and not of_megatron:
@@ -162,7 +163,7 @@ def put_adapters(command: Command, tree: Tree) -> None:
 
 
 def put_role(command: Command, tree: Tree, role: str, longest: int, default: int) -> int:
-    """Layout, memory and the token budget of a role; returns the budget."""
+    """Put layout, memory and the token budget of a role; return the budget."""
     ours = ROLES[role]
     (put_megatron_layout if command.is_of_megatron else put_sharded_layout)(command, tree, role)
     tensor = tree.get(ours, {}).get("layout", {}).get("tensor", 1)
@@ -179,7 +180,7 @@ def put_role(command: Command, tree: Tree, role: str, longest: int, default: int
 
 
 def put_dtype(command: Command, tree: Tree, role: str) -> None:
-    """The type of the reference, the actor's where none is given, and of the critic, in verl bfloat16."""
+    """Put the type of the reference, the actor's where none is given, and of the critic, in verl bfloat16."""
     if role not in (REFERENCE, "critic"):
         return
     of_actor = tree["model"]["dtype"]
@@ -189,7 +190,7 @@ def put_dtype(command: Command, tree: Tree, role: str) -> None:
 
 
 def _tokens(is_dynamic: bool, tokens: Any, rows: Any, longest: int) -> int | None:
-    """Tokens of a micro-batch: those that it may have, or so many of the longest rows, by what verl reads.
+    """Return tokens of a micro-batch: those that it may have, or so many of the longest rows, by what verl reads.
 
     Raises RecipeError for what are no numbers above 0.
     """
@@ -204,7 +205,7 @@ def _tokens(is_dynamic: bool, tokens: Any, rows: Any, longest: int) -> int | Non
 
 
 def put_megatron_layout(command: Command, tree: Tree, role: str) -> None:
-    """Degrees of parallelism; the reference follows the actor, in verl too."""
+    """Put degrees of parallelism; the reference follows the actor, in verl too."""
     section, of_actor = f"{ROLES[role]}.layout", tree.get("actor", {}).get("layout", {})
     for key, degree in DEGREES.items():
         inherited = of_actor.get(degree) if role == REFERENCE else None
@@ -221,7 +222,7 @@ def put_megatron_layout(command: Command, tree: Tree, role: str) -> None:
 
 
 def put_fp8(command: Command, tree: Tree) -> None:
-    """The actor's training in 8 bits, scaled by blocks."""
+    """Put the actor's training in 8 bits, scaled by blocks."""
     options = f"{ACTOR}.megatron.override_transformer_config"
     form, scaling = command.take(f"{options}.fp8"), command.take(f"{options}.fp8_recipe")
     of_optimizer = f"{ACTOR}.optim.override_optimizer_config.fp8_recipe"
@@ -238,7 +239,7 @@ def put_fp8(command: Command, tree: Tree) -> None:
 
 
 def put_sharded_layout(command: Command, tree: Tree, role: str) -> None:
-    """Sequences cut by heads, and whole experts spread, as FSDP and its kin have them."""
+    """Put sequences cut by heads, and whole experts spread, as FSDP and its kin have them."""
     ours, turbo = ROLES[role], f"{role}.fsdp_config.turbo_config.distributed"
     keys = [f"{role}.{engine}.ulysses_sequence_parallel_size" for engine in ENGINES]
     heads = [f"{role}.ulysses_sequence_parallel_size", *keys, f"{role}.veomni.ulysses_parallel_size"]
@@ -253,8 +254,8 @@ def put_sharded_layout(command: Command, tree: Tree, role: str) -> None:
 
 
 def put_offload(command: Command, tree: Tree, role: str) -> None:
-    """The parts that leave the GPU between phases. Gradients leave with the weights: FSDP has none then, and Megatron
-    releases them from verl 0.9.1 on, which has no key for them."""
+    """Put the parts that leave the GPU between phases. Gradients leave with the weights: FSDP has none then, and
+    Megatron releases them from verl 0.9.1 on, which has no key for them."""
     for part, name in (("parameters", "param"), ("gradients", "param"), ("optimizer", "optimizer")):
         keys = [f"{role}.{engine}.{name}_offload" for engine in ENGINES]
         if command.is_of_megatron:
@@ -264,7 +265,7 @@ def put_offload(command: Command, tree: Tree, role: str) -> None:
 
 
 def put_recomputation(command: Command, tree: Tree, role: str) -> None:
-    """Megatron's recomputation, or FSDP's gradient checkpointing, which is that of whole layers."""
+    """Put Megatron's recomputation, or FSDP's gradient checkpointing, which is that of whole layers."""
     ours, options = ROLES[role], f"{role}.megatron.override_transformer_config"
     granularity = command.take(f"{options}.recompute_granularity")
     layers = command.take(f"{options}.recompute_num_layers")
@@ -280,7 +281,7 @@ def put_recomputation(command: Command, tree: Tree, role: str) -> None:
 
 
 def _recomputed_modules(command: Command, key: str) -> Any:
-    """Modules of selective recomputation, without those that are kept here; None where none are left."""
+    """Return modules of selective recomputation, without those that are kept here; None where none are left."""
     modules = command.take(key)
     kept = [name for name in modules if name in KEPT_MODULES] if isinstance(modules, list) else []
     if kept:
@@ -290,7 +291,7 @@ def _recomputed_modules(command: Command, key: str) -> Any:
 
 
 def logprob_budget(command: Command, role: str, longest: int) -> int | None:
-    """Tokens of a pass without gradients, if the command says so."""
+    """Return tokens of a pass without gradients, if the command says so."""
     is_dynamic = command.take(f"{role}.log_prob_use_dynamic_bsz", command.take(f"{ACTOR}.use_dynamic_bsz", False))
     rows, tokens = (
         command.number(f"{role}.log_prob_{name}") for name in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
@@ -299,7 +300,7 @@ def logprob_budget(command: Command, role: str, longest: int) -> int | None:
 
 
 def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float) -> None:
-    """AdamW and its schedule. verl's schedule counts steps of the run, ours optimizer steps."""
+    """Put AdamW and its schedule. verl's schedule counts steps of the run, ours optimizer steps."""
     section, take = f"{role}.optim", command.take
     updates = _updates_of_schedule(command, tree)
 
@@ -342,7 +343,8 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
 
 
 def _updates_of_schedule(command: Command, tree: Tree) -> int:
-    """Optimizer steps of a step of verl's schedules: of a step of the run, and in streams of each batch of it."""
+    """Return optimizer steps of a step of verl's schedules: of a step of the run, and in streams of each batch of
+    it."""
     batch = tree["batch"]
     minibatches = max(1, batch["prompts_per_step"] // batch["minibatch_prompts"])
     if command.is_stream:
@@ -351,7 +353,7 @@ def _updates_of_schedule(command: Command, tree: Tree) -> int:
 
 
 def put_streaming(command: Command, tree: Tree, role: str) -> None:
-    """The share of optimizer state that Megatron keeps in host memory."""
+    """Put the share of optimizer state that Megatron keeps in host memory."""
     options = f"{role}.optim.override_optimizer_config"
     share = command.first(f"{options}.optimizer_offload_fraction", f"{options}.offload_fraction", default=1.0)
     if command.first(f"{options}.optimizer_cpu_offload", default=False) and share > 0:
@@ -359,7 +361,8 @@ def put_streaming(command: Command, tree: Tree, role: str) -> None:
 
 
 def put_placement(command: Command, tree: Tree) -> int:
-    """The GPUs of roles and rollout; returns their number. verl's trainers with rollouts ahead have GPUs for each."""
+    """Return the GPUs of roles and rollout; return their number. verl's trainers with rollouts ahead have GPUs for
+    each."""
     nodes, per_node = command.count("trainer.nnodes", 1), command.count("trainer.n_gpus_per_node", 8)
     tree.put("cluster.gpus_per_node", per_node)
     training = nodes * per_node
@@ -384,13 +387,13 @@ def put_placement(command: Command, tree: Tree) -> int:
 
 
 def _gpus_of_a_node(world: int, training: int, ahead: int) -> int:
-    """GPUs of a node, of which roles and rollout have one each, or share one."""
+    """Return GPUs of a node, of which roles and rollout have one each, or share one."""
     shared = training + ahead
     return int(training if training == ahead else shared if world % shared == 0 else max(training, ahead))
 
 
 def put_overlap(command: Command, tree: Tree, role: str) -> None:
-    """Gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
+    """Put gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
     options = f"{role}.megatron.override_ddp_config"
     reduces, gathers = (command.take(f"{options}.overlap_{what}", False) for what in ("grad_reduce", "param_gather"))
     gathered = gathers and reduces and "lora" not in tree[ROLES[role]]

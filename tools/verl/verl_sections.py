@@ -49,7 +49,8 @@ SAME: dict[str, tuple[Any, str]] = {
 
 
 def translate(command: Command, rows: int | None) -> tuple[dict[str, Any], int]:
-    """(a recipe's plain values, the number of GPUs) of a command; ``rows`` of the training files where not counted.
+    """Return (a recipe's plain values, the number of GPUs) of a command; ``rows`` of the training files where not
+    counted.
 
     Raises RecipeError where the number of steps cannot be known.
     """
@@ -82,7 +83,7 @@ def translate(command: Command, rows: int | None) -> tuple[dict[str, Any], int]:
 
 
 def put_model(command: Command, tree: Tree) -> None:
-    """The model's folder, tokenizer and type."""
+    """Put the model's folder, tokenizer and type."""
     tree.put("model.tokenizer", command.first("data.tokenizer", f"{MODEL}.tokenizer_path"))
     trusts = [command.take(key, False) for key in (f"{MODEL}.trust_remote_code", "data.trust_remote_code")]
     tree.put("model.trust_remote_code", any(trusts))
@@ -94,8 +95,8 @@ def put_model(command: Command, tree: Tree) -> None:
 
 
 def put_sizes(command: Command, tree: Tree) -> None:
-    """Prompts of a step and of an optimizer step. With rollouts that run on, a step is what is trained on between two
-    weight syncs: so many batches of minibatches."""
+    """Put prompts of a step and of an optimizer step. With rollouts that run on, a step is what is trained on between
+    two weight syncs: so many batches of minibatches."""
     batch = tree["batch"]
     if command.is_stream:
         keys = ("async_training.require_batches", "async_training.trigger_parameter_sync_step")
@@ -108,7 +109,7 @@ def put_sizes(command: Command, tree: Tree) -> None:
 
 
 def put_lengths(command: Command, tree: Tree) -> None:
-    """The longest response, and keys that would make rows shorter."""
+    """Put the longest response, and keys that would make rows shorter."""
     longest = command.number("data.max_response_length", 512)
     responses = int(command.number(f"{ROLLOUT}.response_length", longest))
     tree.put("rollout.max_response_length", responses)
@@ -132,7 +133,7 @@ def _name_of(command: Command) -> str:
 
 
 def put_data(command: Command, tree: Tree) -> None:
-    """Files, and what becomes of prompts that are too long."""
+    """Put files, and what becomes of prompts that are too long."""
     for key, ours, default in (("train", "train", "train"), ("val", "validation", "test")):
         files_key = f"data.{key}_files"
         files = command.take(files_key, [] if files_key in command.given else [f"~/data/rlhf/gsm8k/{default}.parquet"])
@@ -157,7 +158,7 @@ def put_data(command: Command, tree: Tree) -> None:
 
 
 def check_columns(command: Command, tree: Tree) -> None:
-    """Refuses columns of images, videos, sounds and agent loops: those that files have, or command or model name."""
+    """Refuse columns of images, videos, sounds and agent loops: those that files have, or command or model name."""
     columns: set[str] = set()
     readable = True
     for file in tree["data"]["train_files"]:
@@ -176,8 +177,8 @@ def check_columns(command: Command, tree: Tree) -> None:
 
 
 def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
-    """trainer.total_training_steps, or epochs x whole batches of the training rows; 0: the recipe's epochs, where the
-    rows are not on this machine.
+    """Return trainer.total_training_steps, or epochs x whole batches of the training rows; 0: the recipe's epochs,
+    where the rows are not on this machine.
 
     With dynamic sampling verl draws batches of data.gen_batch_size, and a step takes one of them at least.
     """
@@ -206,7 +207,7 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
 
 
 def put_rollout(command: Command, tree: Tree) -> None:
-    """Experts, and the precision of the rollout's layers."""
+    """Put experts, and the precision of the rollout's layers."""
     experts = command.number(f"{ROLLOUT}.expert_parallel_size", 1)
     spreads = command.take(f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel", experts > 1)
     tree.put("rollout.layout.expert_parallel", True if spreads else None)
@@ -217,7 +218,7 @@ def put_rollout(command: Command, tree: Tree) -> None:
 
 
 def put_speculation(command: Command, tree: Tree) -> None:
-    """vLLM's speculative decoding without weights, which verl hands on."""
+    """Put vLLM's speculative decoding without weights, which verl hands on."""
     key = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
     method = command.take(f"{key}.method")
     count, match = command.count(f"{key}.num_speculative_tokens"), command.count(f"{key}.prompt_lookup_min")
@@ -230,7 +231,8 @@ def put_speculation(command: Command, tree: Tree) -> None:
 
 
 def put_responses(command: Command, tree: Tree) -> None:
-    """Two responses to a prompt where the advantages compare them, and a prefill of whole rows only where it can be."""
+    """Put two responses to a prompt where the advantages compare them, and a prefill of whole rows only where it can
+    be."""
     batch, rollout = tree["batch"], tree["rollout"]
     if batch["responses_per_prompt"] < 2 and tree["algorithm"].get("advantage", "grpo") in COMPARING_ADVANTAGES:
         command.refuse(f"{ROLLOUT}.n", "advantages compare the responses to one prompt; 2 is written")
@@ -242,7 +244,7 @@ def put_responses(command: Command, tree: Tree) -> None:
 
 
 def put_rewards(command: Command, tree: Tree) -> None:
-    """The reward function, or the model that takes its place."""
+    """Put the reward function, or the model that takes its place."""
     for key in ("reward_model.reward_manager", "reward.reward_manager", "reward.reward_manager.name"):
         manager = command.take(key)
         if manager not in (None, "naive", "dapo") and not isinstance(manager, dict):
@@ -262,7 +264,7 @@ def put_rewards(command: Command, tree: Tree) -> None:
 
 
 def tell_of_scores(command: Command, tree: Tree) -> None:
-    """Tells that wrong answers to DAPO's rows score 0 and not -1, where advantages do not undo that."""
+    """Tell that wrong answers to DAPO's rows score 0 and not -1, where advantages do not undo that."""
     algorithm = tree["algorithm"]
     penalizes = "overlong_buffer" in algorithm
     divides = algorithm.get("advantage") == "grpo" and algorithm.get("normalize_by_std")
@@ -272,7 +274,7 @@ def tell_of_scores(command: Command, tree: Tree) -> None:
 
 
 def put_operations(command: Command, tree: Tree) -> None:
-    """Evaluation, checkpoints and trackers."""
+    """Put evaluation, checkpoints and trackers."""
     take, put = command.take, tree.put
     every, save = command.number("trainer.test_freq", -1), command.number("trainer.save_freq", -1)
     put("evaluation.interval", max(0, every) if tree["data"]["validation_files"] else 0)

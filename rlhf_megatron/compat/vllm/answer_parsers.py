@@ -23,7 +23,7 @@ class ToolParser:
     """
 
     def __init__(self, name: str, parser_class: Any, tokenizer: Any) -> None:
-        """See `tool_parser`."""
+        """See ``tool_parser``."""
         self._class, self._tokenizer = parser_class, tokenizer
         # It logs a traceback for each call that a model got wrong; these are counted and answered.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
@@ -54,7 +54,7 @@ class ToolParser:
 
 
 def tool_parser(name: str, tokenizer: Any) -> ToolParser | HarmonyCalls:
-    """Return vLLM's parser `name`, as in vLLM's --tool-call-parser, for a tokenizer of transformers.
+    """Return vLLM's parser ``name``, as in vLLM's --tool-call-parser, for a tokenizer of transformers.
 
     Raises:
         UnusableParser: there is none, or it is not made for this tokenizer.
@@ -68,7 +68,7 @@ def tool_parser(name: str, tokenizer: Any) -> ToolParser | HarmonyCalls:
 
 
 def _mark_of(parser: Any) -> tuple[str | None, bool]:
-    """The text with which a call begins, and whether it may be missing before a call in JSON.
+    """Return the text with which a call begins, and whether it may be missing before a call in JSON.
 
     vLLM's parsers have it under one of these names, or in a table of states.
     """
@@ -83,7 +83,7 @@ def _mark_of(parser: Any) -> tuple[str | None, bool]:
 
 
 def reasoning_parser(name: str, tokenizer: Any) -> Callable[[str], tuple[str, str]]:
-    """Return vLLM's parser `name`: text of an answer -> (reasoning, what follows it).
+    """Return vLLM's parser ``name``: text of an answer -> (reasoning, what follows it).
 
     Raises:
         UnusableParser: there is none.

@@ -3,7 +3,7 @@
 A choice lives as long as the keys and values of its token: it is there for a prefix that another request computed,
 through parts of a prompt, and it is written anew where a request was preempted. Routers write into a buffer by the
 token's place in the step, which CUDA graphs can; after the step this goes to the slots. vLLM's own
-`enable_return_routed_experts` is in one of its model runners only, another one in each version, and keeps copies of
+``enable_return_routed_experts`` is in one of its model runners only, another one in each version, and keeps copies of
 what it returns on the host (https://github.com/vllm-project/vllm/pull/28284).
 """
 
@@ -52,7 +52,8 @@ class ChoiceRecorder:
         self._of_step[:rows, index] = experts[:rows]
 
     def _execute_model(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
-        """One step of the runner, and then its tokens' choices to their slots, on the stream that computed them."""
+        """Return one step of the runner, and then its tokens' choices to their slots, on the stream that computed
+        them."""
         output = self._execute(scheduled, *arguments, **named)
         state = self._runner.execute_model_state
         slots_by_layer = getattr(state, "slot_mappings", None) or getattr(state, "slot_mappings_by_layer", None)
@@ -62,7 +63,7 @@ class ChoiceRecorder:
         return output
 
     def follow(self, scheduler: Any) -> None:
-        """Keep the choices of requests that end in vLLM's `scheduler`, before their slots are another's."""
+        """Keep the choices of requests that end in vLLM's ``scheduler``, before their slots are another's."""
         manager, self._scheduler = scheduler.kv_cache_manager, scheduler
         free = manager.free
 
@@ -74,7 +75,8 @@ class ChoiceRecorder:
         manager.free = keep_and_free
 
     def _choices_of(self, request: Any, manager: Any) -> Tensor:
-        """[tokens, layers, chosen] of what has been computed of a request, but for a token that nobody sampled."""
+        """Return [tokens, layers, chosen] of what has been computed of a request, but for a token that nobody
+        sampled."""
         tokens = max(min(request.num_computed_tokens, request.num_tokens - 1), 0)
         blocks = torch.tensor(manager.get_block_ids(request.request_id)[self._group], dtype=torch.int64)
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:tokens]

@@ -18,7 +18,7 @@ from rlhf_megatron.compat.patches import patch
     upstream="https://github.com/vllm-project/vllm/pull/38962",
 )
 def cache_by_device() -> None:
-    """Have each GPU of a node but the first keep compiled code in a folder of its own below `VLLM_CACHE_ROOT`."""
+    """Have each GPU of a node but the first keep compiled code in a folder of its own below ``VLLM_CACHE_ROOT``."""
     device = torch.accelerator.current_device_index()
     if device > 0:
         from vllm import envs

@@ -67,7 +67,7 @@ def _silu_and_mul(values: Tensor) -> Tensor:
 
 
 def _clamped_swiglu(values: Tensor) -> Tensor:
-    """As vLLM's own: gate and up by turns, alpha 1.702, limit 7."""
+    """Do as vLLM's own does: gate and up by turns, alpha 1.702, limit 7."""
     gate, up = values[..., 0::2].clamp(max=7.0), values[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * (1.702 * gate).sigmoid()
 

@@ -17,7 +17,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class _Part(NamedTuple):
-    """A message of an answer: `recipient` names the tool that it calls."""
+    """A message of an answer: ``recipient`` names the tool that it calls."""
 
     channel: str
     recipient: str | None
@@ -25,7 +25,7 @@ class _Part(NamedTuple):
 
 
 class HarmonyCalls:
-    """Calls of gpt-oss, with the methods of `ToolParser`: a turn has one, ended by a control token of its own."""
+    """Calls of gpt-oss, with the methods of ``ToolParser``: a turn has one, ended by a control token of its own."""
 
     def __call__(self, text: str, tools: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         """Return the text for the user, without reasoning, and the calls as (function, arguments)."""
@@ -54,7 +54,8 @@ def _told(parts: list[_Part]) -> str:
 
 
 def _parts(text: str) -> Iterator[_Part]:
-    """The messages of an answer, whose first has its header in the prompt; other text is one without a channel."""
+    """Yield the messages of an answer, whose first has its header in the prompt; other text is one without a
+    channel."""
     for part in text.split(_BEGIN):
         header, _, content = part.partition(_BODY)
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)

@@ -1,7 +1,7 @@
 """Reading of vLLM's private attributes, on the way from its LLMEngine in this process to scheduler, cache and model.
 
-The names and the versions that have them are in `names`; a version that is none of these lets a start go on with a
-warning, and what it lacks raises `UnknownVllm`.
+The names and the versions that have them are in ``names``; a version that is none of these lets a start go on with a
+warning, and what it lacks raises ``UnknownVllm``.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def free_cache_tokens(engine: Any) -> float:
 
 
 def keep_logprobs_as_numbers(engine: Any, request_id: str) -> None:
-    """Have a request collect the logprobs of sampled tokens alone; see `logprobs`."""
+    """Have a request collect the logprobs of sampled tokens alone; see ``logprobs``."""
     with _known_names():
         engine.output_processor.request_states[request_id].logprobs_processor = SampledLogprobs()
 
@@ -187,7 +187,7 @@ def drain(engine: Any) -> Iterator[Any]:
 
 
 def sleep_with_cache(engine: Any) -> None:
-    """Put vLLM to sleep as `LLM.sleep(level=2)` does, but for the KV cache, which goes to pinned host memory.
+    """Put vLLM to sleep as ``LLM.sleep(level=2)`` does, but for the KV cache, which goes to pinned host memory.
 
     vLLM's own offloads weights and drops the cache. Requests stay, and so do their block tables, which one of its model
     runners has in the same memory.

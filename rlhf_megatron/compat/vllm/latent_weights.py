@@ -22,7 +22,7 @@ def is_derived(parameter: str) -> bool:
 
 @torch.no_grad()
 def follow(model: torch.nn.Module) -> int:
-    """Bring copies up to date with the up projections of ``model``; returns how many there were.
+    """Bring copies up to date with the up projections of ``model``; return how many there were.
 
     Raises RuntimeError where a half is of another form than was known, such as a quantized one.
     """

@@ -22,7 +22,7 @@ _OTHER_GROUPS = ("_INNER_DP_WORLD", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP")
 
 @contextlib.contextmanager
 def as_rank(config: Any, tensor: int, rank: int, expert_parallel: bool) -> Iterator[None]:
-    """Have vLLM take this process for rank `rank` of `tensor` ranks, which cannot communicate."""
+    """Have vLLM take this process for rank ``rank`` of ``tensor`` ranks, which cannot communicate."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -48,11 +48,11 @@ class _SizeAndRank:
         self._size, self._rank = size, rank
 
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self._size
 
     def rank(self) -> int:
-        """This process's."""
+        """Return this process's."""
         return self._rank
 
 
@@ -69,7 +69,7 @@ def _group(size: int, rank: int) -> Any:
 
 
 def build_on_meta(config: Any) -> torch.nn.Module:
-    """Build the model of vLLM's `VllmConfig`, which must be its current one, with parameters that hold nothing."""
+    """Build the model of vLLM's ``VllmConfig``, which must be its current one, with parameters that hold nothing."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     dtype = default_dtype(config.model_config.dtype)
@@ -80,7 +80,7 @@ def build_on_meta(config: Any) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _expert_map_on_host() -> Iterator[None]:
-    """Make the table of a rank's experts on the host: `.item()` reads it while weights are loaded."""
+    """Make the table of a rank's experts on the host: ``.item()`` reads it while weights are loaded."""
     from vllm.model_executor.layers.fused_moe import expert_map_manager
 
     original = expert_map_manager.determine_expert_map

@@ -50,7 +50,7 @@ class _StepLogprobs:
     begins: list[int] | None
 
     def slice_request(self, row: int, count: int) -> list[float]:
-        """Return those of `count` tokens of a request."""
+        """Return those of ``count`` tokens of a request."""
         begin = row if self.begins is None else self.begins[row]
         return self.values[begin : begin + count]
 
@@ -73,7 +73,7 @@ class _StepLogprobsTensor:
 
 @contextlib.contextmanager
 def kept_as_numbers(scheduler: Any, on_gpu: bool) -> Iterator[None]:
-    """Have vLLM's `scheduler` keep numbers; requests that it runs inside must have `SampledLogprobs`."""
+    """Have vLLM's ``scheduler`` keep numbers; requests that it runs inside must have ``SampledLogprobs``."""
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:

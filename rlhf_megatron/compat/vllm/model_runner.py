@@ -17,7 +17,7 @@ from rlhf_megatron.compat.patches import patch
 def take_newer_runner() -> None:
     """Have mixtures run by the newer runner, as dense models are; what it lacks still falls back to the older one.
 
-    `VLLM_USE_V2_MODEL_RUNNER` overrides this. Later versions choose by features alone and are left as they are.
+    ``VLLM_USE_V2_MODEL_RUNNER`` overrides this. Later versions choose by features alone and are left as they are.
     """
     from vllm.config import VllmConfig
 

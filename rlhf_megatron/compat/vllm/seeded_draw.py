@@ -16,7 +16,7 @@ _MIX = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """[positions] int64: a token of each distribution softmax(logits), the likeliest where the temperature is 0.
+    """Return [positions] int64: a token of each distribution softmax(logits), the likeliest where the temperature is 0.
 
     Args:
         logits: [positions, vocabulary] float32, over the temperature, -inf where a token is not to be drawn.
@@ -38,7 +38,7 @@ def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Tensor, posit
 
 
 def _exponential(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """[n, count] float64, each exponentially distributed, of ``seeds`` [n] and ``positions`` [n]."""
+    """Return [n, count] float64, each exponentially distributed, of ``seeds`` [n] and ``positions`` [n]."""
     start = _mixed(_mixed(seeds) + positions * _GOLDEN)
     bits = _mixed(start[:, None] + torch.arange(1, count + 1) * _GOLDEN)
     uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53  # never 0 or 1

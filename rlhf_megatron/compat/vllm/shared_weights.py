@@ -22,7 +22,7 @@ _SMALL = 1e-3  # dummy weights, until the first real ones come
 
 @contextlib.contextmanager
 def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give an engine that is made inside with dummy weights views of `tensors`, by the names of its parameters.
+    """Give an engine that is made inside with dummy weights views of ``tensors``, by the names of its parameters.
 
     A parameter of another shape, type or device than the tensor of its name, or without one, has memory of its own,
     with small random numbers. Import vLLM before.
@@ -59,7 +59,7 @@ def _loader_of(tensors: Mapping[str, Tensor]) -> type:
     shapes = {tensor.shape for tensor in tensors.values()}
 
     class SharedWeightsLoader(BaseModelLoader):  # type: ignore[misc]
-        """Reads no files."""
+        """Loader that reads no files."""
 
         def download_model(self, *_: Any) -> None:
             """Do nothing: there is nothing to download."""

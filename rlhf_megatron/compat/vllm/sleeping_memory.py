@@ -1,6 +1,6 @@
 """Memory that vLLM can put to sleep, of which it has one allocator for a process: each engine here has its own part.
 
-`CuMemAllocator.sleep` and `wake_up` take all allocations of the process, whichever engine they are of, and so the
+``CuMemAllocator.sleep`` and ``wake_up`` take all allocations of the process, whichever engine they are of, and so the
 worker refuses a second one ("CuMem allocator can only be used for one instance per process", v1/worker/gpu_worker.py).
 A second allocator cannot be: the C extension below knows one pair of callbacks.
 """
@@ -60,7 +60,7 @@ class SleepingMemory:
 
 
 def _allocator() -> Any:
-    """vLLM's allocator, which from now on tells engines apart."""
+    """Return vLLM's allocator, which from now on tells engines apart."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocator = CuMemAllocator.get_instance()

@@ -1,8 +1,8 @@
 """Speculative decoding in vLLM: our drafts behind its interface of custom drafters, and samples that no draft changes.
 
 vLLM verifies drafts by rejection sampling with a request's generator, so what a seed samples depends on the drafts.
-Here a token is drawn as without drafts, by noise of seed and position (`seeded_draw`), and a draft is accepted if it is
-that token. The distribution is the target's, and a draft is accepted as often as by rejection sampling (with
+Here a token is drawn as without drafts, by noise of seed and position (``seeded_draw``), and a draft is accepted if it
+is that token. The distribution is the target's, and a draft is accepted as often as by rejection sampling (with
 probability p(draft), https://arxiv.org/abs/2211.17192). vLLM's older model runner, which alone takes custom drafters,
 needs several kernels for each seeded request; this takes a few for all.
 """
@@ -28,7 +28,7 @@ _REJECTED, _NO_DRAFT = -1, -2  # the first is vLLM's own
 
 
 def configuration(count: int) -> dict[str, Any]:
-    """Return vLLM's speculative_config for `count` drafted tokens."""
+    """Return vLLM's speculative_config for ``count`` drafted tokens."""
     return {
         "method": "custom_class",
         "model": f"{CustomDrafter.__module__}.{CustomDrafter.__qualname__}",
@@ -46,7 +46,7 @@ class SpeculationCounts:
 
 
 class CustomDrafter:
-    """Speculator that vLLM makes of `configuration`; it drafts nothing until `bind`."""
+    """Speculator that vLLM makes of ``configuration``; it drafts nothing until ``bind``."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Take vLLM's settings."""
@@ -58,9 +58,10 @@ class CustomDrafter:
         """Do nothing: there are no weights."""
 
     def bind(self, runner: Any, draft: Draft, max_running: int, pads: bool = False) -> None:
-        """Have `draft` asked while at most `max_running` sequences run; with `pads` each draft has its full length."""
+        """Have ``draft`` asked while at most ``max_running`` sequences run; with ``pads`` each draft has its full
+        length."""
         self._runner, self._draft, self._max_running, self._pads = runner, draft, max_running, pads
-        # vLLM would leave out all drafts where one sequence is near its end; `propose` looks at each.
+        # vLLM would leave out all drafts where one sequence is near its end; ``propose`` looks at each.
         runner.effective_drafter_max_model_len = self._longest + self._count
 
     def propose(
@@ -88,7 +89,8 @@ class CustomDrafter:
 
 
 def install(engine: Any, draft: Draft, max_running: int, synthetic_length: float | None = None) -> SeededSampler:
-    """Have a new LLMEngine, made with `configuration`, speculate; see `CustomDrafter.bind` and `SeededSampler`."""
+    """Have a new LLMEngine, made with ``configuration``, speculate; see ``CustomDrafter.bind`` and
+    ``SeededSampler``."""
     runner = internals.model_runner(engine)
     runner.drafter.bind(runner, draft, max_running, pads=synthetic_length is not None)
     runner._sample = sampler = SeededSampler(runner, synthetic_length)
@@ -99,9 +101,9 @@ class SeededSampler:
     """Sampling of a model runner of vLLM's by noise of seed and position, which verifies drafts by comparison."""
 
     def __init__(self, runner: Any, synthetic_length: float | None = None) -> None:
-        """Sample for `runner`.
+        """Sample for ``runner``.
 
-        For benchmarks, `synthetic_length` is how many tokens a drafted sequence gets of a step on average, as if so
+        For benchmarks, ``synthetic_length`` is how many tokens a drafted sequence gets of a step on average, as if so
         many drafts were right; what is sampled after a wrong one is then nobody's distribution.
         """
         self._runner, self._synthetic_length, self._steps = runner, synthetic_length, 0
@@ -115,7 +117,8 @@ class SeededSampler:
         return counts
 
     def __call__(self, logits: Tensor, spec_decode_metadata: Any) -> Any:
-        """Stand in for the runner's `_sample`: `logits` [positions, vocabulary] of each row's drafts and one more."""
+        """Stand in for the runner's ``_sample``: ``logits`` [positions, vocabulary] of each row's drafts and one
+        more."""
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         batch = self._runner.input_batch
@@ -135,19 +138,19 @@ class SeededSampler:
         return SamplerOutput(sampled, LogprobsTensors(*columns))
 
     def _seeds(self, device: torch.device) -> Tensor:
-        """[rows] int64; requests that are not ours may have none."""
+        """Return [rows] int64; requests that are not ours may have none."""
         requests = self._runner.requests
         seeds = [requests[name].sampling_params.seed or 0 for name in self._runner.input_batch.req_ids]
         return torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True)
 
     def _positions(self, places: _Places) -> Tensor:
-        """[positions] int64: of the tokens whose logits these are."""
+        """Return [positions] int64: of the tokens whose logits these are."""
         batch = self._runner.input_batch
         known = torch.from_numpy(batch.num_tokens_no_spec[: batch.num_reqs].astype("int64"))
         return known.to(places.rows.device, non_blocking=True)[places.rows] + places.columns - 1
 
     def _verified(self, drawn: Tensor, drafts: Tensor) -> Tensor:
-        """Return the tokens `drawn` [rows, longest draft + 1] up to the first of each row that is not its draft."""
+        """Return the tokens ``drawn`` [rows, longest draft + 1] up to the first of each row that is not its draft."""
         if self._synthetic_length is None:
             agrees = drawn[:, :-1] == drafts
         else:
@@ -178,7 +181,7 @@ class _Places:
 
     @staticmethod
     def of(counts: Sequence[int], device: torch.device) -> _Places:
-        """Return those of rows with `counts` values."""
+        """Return those of rows with ``counts`` values."""
         each = torch.tensor(counts, dtype=torch.int64)
         rows = torch.arange(len(each)).repeat_interleave(each)
         columns = torch.arange(len(rows)) - (each.cumsum(0) - each)[rows]
@@ -187,18 +190,18 @@ class _Places:
         )
 
     def table(self, values: Tensor, padding: int) -> Tensor:
-        """[rows, columns] of `values`."""
+        """Return [rows, columns] of ``values``."""
         table = torch.full(self.shape, padding, dtype=values.dtype, device=values.device)
         table[self.rows, self.columns] = values
         return table
 
     def values(self, table: Tensor) -> Tensor:
-        """[values] of `table` [rows, columns]."""
+        """Return [values] of ``table`` [rows, columns]."""
         return table[self.rows, self.columns]
 
 
 def _scores(logits: Tensor, metadata: Any, places: _Places) -> tuple[Tensor, Tensor]:
-    """Return (logits of the distribution to draw from, temperature of each row); may overwrite `logits`."""
+    """Return (logits of the distribution to draw from, temperature of each row); may overwrite ``logits``."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     if metadata.all_greedy:

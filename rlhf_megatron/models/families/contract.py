@@ -41,11 +41,12 @@ class Family(Protocol):
         ...
 
     def tensor_shapes(self, architecture: Architecture) -> Shapes:
-        """Every tensor of the Hugging Face checkpoint and its shape, in the model's order; tied embeddings once."""
+        """Return every tensor of the Hugging Face checkpoint and its shape, in the model's order; tied embeddings
+        once."""
         ...
 
     def stacked_tensors(self, architecture: Architecture) -> Mapping[str, Stacked]:
-        """Those tensors of the checkpoint that stack several of ``tensor_shapes``, by their names there."""
+        """Return those tensors of the checkpoint that stack several of ``tensor_shapes``, by their names there."""
         ...
 
     # ---- trainer
@@ -53,13 +54,13 @@ class Family(Protocol):
     def layer_spec(
         self, architecture: Architecture, kind: LayerKind, implementation: Implementation, rotary: Rotary
     ) -> Any:
-        """Megatron's ModuleSpec of a decoder layer of ``kind``; its attention turns heads by ``rotary``."""
+        """Return Megatron's ModuleSpec of a decoder layer of ``kind``; its attention turns heads by ``rotary``."""
         ...
 
     def transformer_settings(
         self, architecture: Architecture, layout: Layout, *, float32: bool, fused: bool
     ) -> dict[str, Any]:
-        """Those arguments of Megatron's TransformerConfig that say what the model computes.
+        """Return those arguments of Megatron's TransformerConfig that say what the model computes.
 
         ``float32``: weights are of that type. ``fused``: layers are Transformer Engine's.
         """
@@ -68,7 +69,8 @@ class Family(Protocol):
     def megatron_blocks(
         self, architecture: Architecture, layout: Layout, position: int, implementation: Implementation
     ) -> list[Block]:
-        """The rectangles that the rank at ``position`` of a Megatron layout holds; data-parallel ranks hold the same.
+        """Return the rectangles that the rank at ``position`` of a Megatron layout holds; data-parallel ranks hold the
+        same.
 
         All ranks together hold every element of ``tensor_shapes``.
         """
@@ -84,36 +86,40 @@ class Family(Protocol):
     def rollout_blocks(
         self, architecture: Architecture, tensor: int, tensor_rank: int, expert_parallel: bool, layers: Iterable[int]
     ) -> list[Block]:
-        """The rectangles that tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica holds of ``layers``."""
+        """Return the rectangles that tensor rank ``tensor_rank`` of ``tensor`` of one vLLM replica holds of
+        ``layers``."""
         ...
 
     def rollout_problem(self, architecture: Architecture) -> str | None:
-        """The reason why vLLM would compute another model from the same config.json; None: it computes this one."""
+        """Return the reason why vLLM would compute another model from the same config.json; None: it computes this
+        one."""
         ...
 
     def derived_parameters(self, architecture: Architecture) -> Sequence[str]:
-        """Names of vLLM's parameters that it makes of others after loading, and that no tensor is written into."""
+        """Return the names of vLLM's parameters that it makes of others after loading, and that no tensor is written
+        into."""
         ...
 
     # ---- cost
 
     def multiplied_weights(self, architecture: Architecture, kind: LayerKind) -> int:
-        """Weights of a decoder layer of ``kind`` that one token is multiplied with."""
+        """Return weights of a decoder layer of ``kind`` that one token is multiplied with."""
         ...
 
     def attention_flops(
         self, architecture: Architecture, kind: LayerKind, rows: Sequence[float], causal: bool
     ) -> float:
-        """Operations of one layer's forward pass that are no products with weights, over ``rows`` of these lengths.
+        """Return operations of one layer's forward pass that are no products with weights, over ``rows`` of these
+        lengths.
 
         Without ``causal`` every pair of tokens counts, also those that the mask takes away.
         """
         ...
 
     def cached_elements(self, architecture: Architecture, kind: LayerKind, tensor: int) -> int:
-        """Numbers that vLLM's KV cache keeps of one token in one layer, on each of ``tensor`` ranks."""
+        """Return the numbers that vLLM's KV cache keeps of one token in one layer, on each of ``tensor`` ranks."""
         ...
 
     def cached_tokens(self, architecture: Architecture, kind: LayerKind, tokens: float) -> float:
-        """Tokens that vLLM's KV cache keeps in one layer of a row of ``tokens``."""
+        """Return tokens that vLLM's KV cache keeps in one layer of a row of ``tokens``."""
         ...

@@ -96,7 +96,8 @@ def delta_blocks(a: Architecture, layer: str, parameters: str, parts: int, part:
     qkvz, ba = names + "in_proj_qkvz.weight", names + "in_proj_ba.weight"
 
     def rows(tensor: str, sections: Sequence[int], parameter: str, rest: Region, first: int = 0) -> Iterator[Block]:
-        """The rank's rows of each section of a tensor, one behind the other from row ``first`` of the parameter."""
+        """Yield the rank's rows of each section of a tensor, one behind the other from row ``first`` of the
+        parameter."""
         for size_, begin in zip(sections, accumulate(sections, initial=0), strict=False):
             start, stop = split(size_, parts, part)
             offset = (first + begin // parts, *(0 for _ in rest))

@@ -123,7 +123,7 @@ class GptOss(Decoder):
 
 
 def _check_quantization(path: Path, given: object) -> None:
-    """Raises ModelError for weights of another type than MXFP4, which is read as bfloat16."""
+    """Raise ModelError for weights of another type than MXFP4, which is read as bfloat16."""
     if given is None:
         return
     if not isinstance(given, dict) or given.get("quant_method") != "mxfp4":

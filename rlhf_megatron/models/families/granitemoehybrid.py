@@ -50,7 +50,7 @@ class GraniteHybrid(granite.Granite):
 
 
 def _check_mamba(path: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError for sizes of Mamba's layers that transformers refuses, though there is no such layer."""
+    """Raise ModelError for sizes of Mamba's layers that transformers refuses, though there is no such layer."""
     width = size(path, "mamba_expand", config, 2) * size(path, "hidden_size", config)
     heads = size(path, "mamba_n_heads", config, 128)
     if width % heads or config.get("mamba_d_head", "auto") not in ("auto", width // heads):

@@ -33,7 +33,7 @@ def without_sections(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_pairs(path: Path, config: Mapping[str, Any], pairs: int) -> None:
-    """Raises ModelError where a config that ``without_sections`` takes has sections of other than ``pairs`` pairs."""
+    """Raise ModelError where a config that ``without_sections`` takes has sections of other than ``pairs`` pairs."""
     for field in _FIELDS:
         section = (config.get(field) or {}).get(_SECTION)
         if section is not None and sum(section) != pairs:

@@ -120,7 +120,7 @@ def _numbers(path: Path, where: str, name: str, values: object) -> tuple[float, 
 
 
 def _check(path: Path, where: str, scaling: Scaling, theta: float, turned: int) -> None:
-    """Raises ModelError for parameters that no formula takes, or that do not go together."""
+    """Raise ModelError for parameters that no formula takes, or that do not go together."""
     if isinstance(scaling, Llama3Scaling) and scaling.low_freq_factor >= scaling.high_freq_factor:
         raise unsupported(path, f"{where}.high_freq_factor", scaling.high_freq_factor, "above low_freq_factor")
     if isinstance(scaling, YarnScaling) and theta <= 1:

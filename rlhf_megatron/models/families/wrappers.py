@@ -203,7 +203,7 @@ def _checked_text(path: Path, config: Mapping[str, Any], wrapper: Wrapper) -> di
 
 
 def _check_beside_text(path: Path, config: Mapping[str, Any], text: Mapping[str, Any], wrapper: Wrapper) -> None:
-    """Raises ModelError for what is said of the language model in the wrapper, and not as in ``text``."""
+    """Raise ModelError for what is said of the language model in the wrapper, and not as in ``text``."""
     for field, value in config.items():
         is_repeated = wrapper.flat and field in text and (text[field] == value or field == "sliding_window")
         if field in DECODER_FIELDS - _READ and not is_repeated:
@@ -217,7 +217,7 @@ def _check_beside_text(path: Path, config: Mapping[str, Any], text: Mapping[str,
 
 
 def _check_text(path: Path, text: Mapping[str, Any], wrapper: Wrapper) -> None:
-    """Raises ModelError where transformers' class of the wrapper computes something else than that of the family."""
+    """Raise ModelError where transformers' class of the wrapper computes something else than that of the family."""
     for field, value in wrapper.only.items():
         if text.get(field) not in (None, value):
             raise unsupported(path, field, text[field], brief(value))

@@ -36,9 +36,9 @@ def main(asked: dict[str, Any]) -> None:
     """Confine this process, run a program in it, and end with its end: status 0 unless it raised.
 
     Args:
-        asked: of process.py: `parent`, process id; `program`, descriptor of a file with its text; `readable`, paths;
-            `required`, names of steps; `seconds` of processor time; `memory_bytes`; `function`, the name of what is
-            called with the arguments that stdin holds as JSON, its result being written as JSON, or None.
+        asked: of process.py: ``parent``, process id; ``program``, descriptor of a file with its text; ``readable``,
+            paths; ``required``, names of steps; ``seconds`` of processor time; ``memory_bytes``; ``function``, the name
+            of what is called with the arguments that stdin holds as JSON, its result being written as JSON, or None.
     """
     die_with_parent(asked["parent"])
     with open(asked["program"], encoding="utf-8") as file:
@@ -73,7 +73,7 @@ def confine(readable: list[str], seconds: int, memory_bytes: int) -> set[str]:
     return failed
 
 
-# The steps of `confine` that a machine may lack; without limits nothing is run.
+# The steps of ``confine`` that a machine may lack; without limits nothing is run.
 STEPS = ("network namespace", "capabilities", "no new privileges", "Landlock", "seccomp")
 
 

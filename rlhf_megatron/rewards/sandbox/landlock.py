@@ -25,7 +25,7 @@ _EMPTY_DEVICE = "/dev/null"
 def restrict_files(readable: Iterable[str]) -> None:
     """Let this process, from now on, read these files and folders and open no others; also no TCP where it can say so.
 
-    Needs `no_new_privileges`. Metadata (stat) stays within reach; open files stay open.
+    Needs ``no_new_privileges``. Metadata (stat) stays within reach; open files stay open.
 
     Raises:
         OSError: this kernel has no Landlock, or it is switched off.

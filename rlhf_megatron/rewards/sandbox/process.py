@@ -63,7 +63,7 @@ def run(program: str, given: str, limits: Limits, function: str | None = None) -
 
     Args:
         program: Python source.
-        given: its stdin; with `function` the arguments as a JSON list.
+        given: its stdin; with ``function`` the arguments as a JSON list.
         limits: of this run.
         function: name of a function of the program, or of its class Solution; what is returned then is its result as
             JSON.

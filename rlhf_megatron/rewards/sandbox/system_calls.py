@@ -87,7 +87,7 @@ def drop_capabilities() -> None:
 
 
 def refuse_system_calls() -> None:
-    """Refuse them, from now on, to this process; EPERM is what they return. Needs `no_new_privileges`.
+    """Refuse them, from now on, to this process; EPERM is what they return. Needs ``no_new_privileges``.
 
     Raises:
         OSError: the kernel has no seccomp filters, or this is another architecture than x86-64 and arm64.
@@ -102,7 +102,7 @@ def install(instructions: Sequence[Instruction]) -> None:
     """Have the kernel run a filter's program, of (code, jump if true, if false, value), at each system call.
 
     Raises:
-        OSError: the kernel has no seccomp filters, or `no_new_privileges` was not called.
+        OSError: the kernel has no seccomp filters, or ``no_new_privileges`` was not called.
     """
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in instructions))
     described = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(program))

@@ -1,10 +1,10 @@
 """Record of what a loader copies from checkpoint tensors into a model's parameters, by strides and not by values.
 
-A loader is run on probes: tensors with a checkpoint's names and shapes, on the meta device. A `CopyRecorder` around it
-reads both sides of every `copy_` off their storage, offset and strides, and carries none of them out; so models of any
-size are recorded without their memory, and parameters that are in use stay as they are. Storages that are made on the
-way by `contiguous`, a cast, `cat` or `stack` are followed back to the probes. A value that is computed (`+ 1`, an
-index, a product) and reaches a parameter is named: that parameter is no copy.
+A loader is run on probes: tensors with a checkpoint's names and shapes, on the meta device. A ``CopyRecorder`` around
+it reads both sides of every ``copy_`` off their storage, offset and strides, and carries none of them out; so models of
+any size are recorded without their memory, and parameters that are in use stay as they are. Storages that are made on
+the way by ``contiguous``, a cast, ``cat`` or ``stack`` are followed back to the probes. A value that is computed
+(``+ 1``, an index, a product) and reaches a parameter is named: that parameter is no copy.
 
 Only tensors are known here. Which loader is run is the matter of weight_loading.py, what becomes of the copies that of
 models/learned_map.py.
@@ -33,7 +33,7 @@ _OF_A_SHAPE_ONLY = ("new_", "empty_like", "zeros_like", "ones_like", "full_like"
 
 
 class StridedCopy(NamedTuple):
-    """`parameter.as_strided(sizes, parameter_strides, parameter_offset)` is a copy of the same view of `tensor`.
+    """``parameter.as_strided(sizes, parameter_strides, parameter_offset)`` is a copy of the same view of ``tensor``.
 
     Rectangles, transposes, slices of stacked experts and reshapes by head are all of this form. Offsets and strides
     count elements of contiguous tensors.
@@ -111,18 +111,19 @@ def _changes_inputs(func: Any) -> bool:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Watches a loader; read its attributes when it is done.
+    """Record of a loader's copies; read its attributes when it is done.
 
     Attributes:
         copies: in the loader's order, with the names of probes and parameters.
-        fills: parameters that the loader writes one value into, such as the padding of a vocabulary; `tensor` is empty.
+        fills: parameters that the loader writes one value into, such as the padding of a vocabulary; ``tensor`` is
+            empty.
         computed: (parameter, operation) where a parameter's values are made from a probe's but are no copy.
         constant: (parameter, operation) where a parameter is written with something that comes from no probe.
         casts: "from->to" of every change of type on the way.
     """
 
     def __init__(self, probes: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Names the storages that are watched."""
+        """Name the storages that are watched."""
         super().__init__()
         self._probes = {_storage(tensor): (name, tensor) for name, tensor in probes.items()}
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
@@ -177,7 +178,7 @@ class CopyRecorder(TorchDispatchMode):
                 self._intermediates[_storage(each)] = _Intermediate(tuple(each.shape), each.stride(), pieces, each)
 
     def _pieces_of_new(self, func: Any, args: Any, result: Tensor) -> Iterator[_Piece]:
-        """Yield the pieces of a storage that `func` has made."""
+        """Yield the pieces of a storage that ``func`` has made."""
         if func in _SAME_VALUES:
             if args[0].dtype != result.dtype:
                 self.casts.add(f"{args[0].dtype}->{result.dtype}")
@@ -196,7 +197,7 @@ class CopyRecorder(TorchDispatchMode):
             raise UntraceableError(str(func))
 
     def _pieces(self, view: Tensor) -> Iterator[_Piece]:
-        """Yield `view` as rectangles of itself that are strided views of probes."""
+        """Yield ``view`` as rectangles of itself that are strided views of probes."""
         storage, sizes = _storage(view), tuple(view.shape)
         if storage in self._untraceable:
             raise UntraceableError(self._untraceable[storage][0])
@@ -270,7 +271,7 @@ def _pieces_of_view(
 def _intersection(
     piece: _Piece, sizes: tuple[int, ...], starts: list[int], dimension_of: Mapping[int, tuple[int, int]]
 ) -> _Piece | None:
-    """Return the part of `piece` in a view that begins at `starts`, in the view's coordinates, or None."""
+    """Return the part of ``piece`` in a view that begins at ``starts``, in the view's coordinates, or None."""
     low, high, strides, offset = [0] * len(sizes), list(sizes), [0] * len(sizes), piece.offset
     for axis, (first, extent) in enumerate(zip(piece.starts, piece.sizes, strict=True)):
         if axis not in dimension_of:

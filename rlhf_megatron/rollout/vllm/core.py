@@ -1,4 +1,4 @@
-"""vLLM's LLMEngine in this process, as the scheduler's `EngineCore`."""
+"""vLLM's LLMEngine in this process, as the scheduler's ``EngineCore``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class VllmCore:
     name = "vLLM"
 
     def __init__(self, engine: Any, recorder: ChoiceRecorder | None = None, drafter: Drafter | None = None) -> None:
-        """Wrap an LLMEngine, whose choices of experts a `recorder` has, and for whose requests a `drafter` drafts."""
+        """Wrap an LLMEngine, whose choices of experts a ``recorder`` has, and for whose requests a ``drafter``
+        drafts."""
         self._engine, self._recorder, self._drafter = engine, recorder, drafter
         self.max_num_seqs, self.block_size, self.enable_prefix_caching = internals.scheduling_limits(engine)
         self._numbers: dict[str, int] = {}  # by vLLM's own, longer name of a request

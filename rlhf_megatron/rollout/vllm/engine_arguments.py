@@ -21,7 +21,7 @@ _FREE_MEMORY_MARGIN = 0.9
 
 
 def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length: int, on_gpu: bool) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's LLM for a rollout section; `max_length` is a prompt's and its response's.
+    """Return keyword arguments of vLLM's LLM for a rollout section; ``max_length`` is a prompt's and its response's.
 
     Raises:
         RolloutError: the section asks for more memory than is free.

@@ -82,7 +82,7 @@ def _attention_factors(yarn: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tables(rope: object) -> list[dict[str, Any]]:
-    """Rotary parameters of a config: its own, or those of each type of layer."""
+    """Return rotary parameters of a config: its own, or those of each type of layer."""
     if not isinstance(rope, dict):
         return []
     return [each for each in (rope, *rope.values()) if isinstance(each, dict)]

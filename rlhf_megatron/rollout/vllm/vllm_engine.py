@@ -2,7 +2,7 @@
 
 One engine per rank; several ranks make one tensor-parallel replica by vLLM's external launcher. In training no weights
 are read from files: the engine starts with dummy ones and a weight sync fills them in. vLLM's environment variables
-must be set before it is imported (`process_environment.prepare_environment`); what CPUs need besides is in
+must be set before it is imported (``process_environment.prepare_environment``); what CPUs need besides is in
 compat.vllm.cpu.
 """
 
@@ -71,10 +71,10 @@ class VllmEngine:
         records_experts: bool = False,
         language: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the engine; the arguments are those of `engines.make_engine`, and `load_format` is vLLM's.
+        """Make the engine; the arguments are those of ``engines.make_engine``, and ``load_format`` is vLLM's.
 
         The trainer's random state and thread count are left as they were. The engine has no usable weights until the
-        first `weights_updated`.
+        first ``weights_updated``.
         """
         self._section = section
         self._on_gpu = torch.cuda.is_available()
@@ -287,7 +287,7 @@ def _starting(on_gpu: bool) -> Iterator[None]:
 
 
 def _make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, Tensor], max_length: int) -> Any:
-    """Make vLLM's LLM, with parameters that are views of those `shared`."""
+    """Make vLLM's LLM, with parameters that are views of those ``shared``."""
     import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
     from vllm import LLM
 

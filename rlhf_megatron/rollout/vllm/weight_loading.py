@@ -55,7 +55,7 @@ def trace_rank(
     stored: Stored = iter,
     language: Mapping[str, Any] | None = None,
 ) -> LoadTrace:
-    """Trace tensor rank `rank` of `tensor` in this process, which has no engine yet; see `prepare_environment`.
+    """Trace tensor rank ``rank`` of ``tensor`` in this process, which has no engine yet; see ``prepare_environment``.
 
     Args:
         folder: of config.json.
@@ -64,7 +64,7 @@ def trace_rank(
         expert_parallel: whether each rank holds some experts whole instead of a part of each.
         dtype: of checkpoint and parameters, a name such as "bfloat16".
         float32: tensors that are of that type in any model.
-        language: see `config_arguments`.
+        language: see ``config_arguments``.
 
     Raises:
         RolloutError: vLLM cannot build the model here; some need a GPU for it.
@@ -105,7 +105,7 @@ def trace_model(
     float32: Collection[str] = (),
     stored: Stored = iter,
 ) -> LoadTrace:
-    """Trace `load_weights` of a model of vLLM's, on whatever device it is; its parameters stay as they are."""
+    """Trace ``load_weights`` of a model of vLLM's, on whatever device it is; its parameters stay as they are."""
     probes = {
         name: torch.empty(shape, dtype=torch.float32 if name in float32 else dtype, device="meta")
         for name, shape in shapes.items()
