@@ -12,7 +12,7 @@ import torch
 
 from rlhf_megatron.compat import megatron_cpu
 from rlhf_megatron.compat.megatron_names import KNOWN
-from rlhf_megatron.compat.patches import patch
+from rlhf_megatron.compat.patches import NONE_FOUND, patch
 
 
 def install() -> None:
@@ -109,6 +109,7 @@ def forget_routed_probabilities() -> None:
     **KNOWN,
     why="where one rank has all experts a dispatcher sorts tokens into the order that they have, and copies them twice "
     "in each pass",
+    upstream=NONE_FOUND,
 )
 def leave_tokens_in_order() -> None:
     """Have dispatchers without other ranks copy no tokens from their order to the same."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_megatron.compat.patches import patch
+from rlhf_megatron.compat.patches import NONE_FOUND, patch
 
 _CPU = torch.device("cpu")
 
@@ -197,7 +197,13 @@ def install() -> None:
         answer_for_cpu()
 
 
-@patch("megatron-core", first="0.19.2", last="0.19.2", why="megatron-core asks torch.cuda for devices and streams")
+@patch(
+    "megatron-core",
+    first="0.19.2",
+    last="0.19.2",
+    why="megatron-core asks torch.cuda for devices and streams",
+    upstream=NONE_FOUND,
+)
 def answer_for_cpu() -> None:
     """Give the loaded modules a stand-in for torch, and gloo what it lacks."""
     for name in _MODULES:

@@ -13,22 +13,48 @@ import pytest
 import torch
 
 from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
+from rlhf_megatron.compat import patches as patches_module
 from rlhf_megatron.compat import torch as torch_patches
-from rlhf_megatron.compat.patches import PATCHES, Patch, warn_of_unknown_version
+from rlhf_megatron.compat.patches import NONE_FOUND, PATCHES, ProcessPatch, replacement, warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
-from rlhf_megatron.compat.vllm import compile_cache, internals, language_models, model_inspection, model_runner
+from rlhf_megatron.compat.vllm import (
+    choice_recorder,
+    compile_cache,
+    internals,
+    language_models,
+    load_tracing,
+    logprobs,
+    model_inspection,
+    model_runner,
+    shared_weights,
+    sleeping_memory,
+    speculation,
+    workspace,
+)
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
 from rlhf_megatron.compat.vllm import names as vllm_names
 
-MODULES = (megatron, megatron_cpu, compile_cache, language_models, model_inspection, model_runner, vllm_cpu)
+OF_PROCESS = (megatron, megatron_cpu, compile_cache, language_models, model_inspection, model_runner, vllm_cpu)
+REPLACEMENTS = (
+    choice_recorder,
+    internals,
+    load_tracing,
+    logprobs,
+    shared_weights,
+    sleeping_memory,
+    speculation,
+    workspace,
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_patch_says_what_it_is_for() -> None:
-    assert {change.apply.__module__ for change in PATCHES} == {module.__name__ for module in MODULES}
+    assert {change.apply.__module__ for change in PATCHES} == {
+        module.__name__ for module in (*OF_PROCESS, *REPLACEMENTS)
+    }
     for change in PATCHES:
         assert len(change.why) > 20 and change.apply.__doc__, change.name
-        assert not change.upstream or change.upstream.startswith("https://github.com/"), change.name
+        assert re.match(rf"https://github\.com/\S+/(issues|pull)/\d+$|{NONE_FOUND}$", change.upstream), change.name
 
 
 def test_the_installed_versions_are_known() -> None:
@@ -41,7 +67,7 @@ def test_the_installed_versions_are_known() -> None:
 def test_a_patch_applies_once_and_warns_of_another_version() -> None:
     applied = []
     installed = importlib.metadata.version("torch").partition("+")[0]
-    change = Patch(("no-such-package", "torch"), "1.0", "1.9", "a reason", "", lambda: applied.append(1))
+    change = ProcessPatch(("no-such-package", "torch"), "1.0", "1.9", "a reason", "", lambda: applied.append(1))
     with pytest.warns(UserWarning, match=rf"^torch {installed}\S* was never run .* which knows 1\.0 to 1\.9; install"):
         change()
     change()
@@ -49,6 +75,18 @@ def test_a_patch_applies_once_and_warns_of_another_version() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_unknown_version.__wrapped__(("torch",), "1.0", installed)  # of torch 2.13.0+cpu too
+
+
+def test_a_replacement_warns_of_another_version_and_is_made_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches_module, "PATCHES", [])
+    record = replacement("torch", first="1.0", last="1.8", why="a reason", upstream=NONE_FOUND)
+    twice = record(lambda number: 2 * number)
+    with pytest.warns(UserWarning, match=r"^torch .* which knows 1\.0 to 1\.8; install"):
+        assert twice(1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert twice(number=2) == 4
+    assert [change.why for change in patches_module.PATCHES] == ["a reason"]
 
 
 @pytest.mark.parametrize("packages", [vllm_names.PACKAGES, megatron_names.PACKAGES])

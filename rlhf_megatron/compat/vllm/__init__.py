@@ -1,4 +1,4 @@
-"""Every use of what vLLM does not promise: patches (cpu, logprobs, shared_weights, speculation) and private attributes
-(internals, load_tracing). ``names`` lists them all, and the versions that are known; vLLM itself is imported late,
-after ``prepare_environment``.
+"""Every use of what vLLM does not promise: patches, each with a record (``compat.patches``), and private attributes
+(internals). ``names`` lists all that is private, and the versions that are known; vLLM itself is imported late, after
+``prepare_environment``.
 """

@@ -2,9 +2,7 @@
 
 A choice lives as long as the keys and values of its token: it is there for a prefix that another request computed,
 through parts of a prompt, and it is written anew where a request was preempted. Routers write into a buffer by the
-token's place in the step, which CUDA graphs can; after the step this goes to the slots. vLLM's own
-``enable_return_routed_experts`` is in one of its model runners only, another one in each version, and keeps copies of
-what it returns on the host (https://github.com/vllm-project/vllm/pull/28284).
+token's place in the step, which CUDA graphs can; after the step this goes to the slots.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.compat.patches import replacement
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 from rlhf_megatron.data.expert_choices import ChoiceShape
 
 
@@ -91,6 +91,13 @@ class ChoiceRecorder:
         return self._ended.pop(name).cpu()
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM returns the chosen experts by one of its model runners only, another one in each version, and keeps "
+    "copies of them on the host",
+    upstream="https://github.com/vllm-project/vllm/pull/28284",
+)
 @contextlib.contextmanager
 def recorded() -> Iterator[ChoiceRecorder]:
     """Have an engine that is made inside record its choices from its first step on."""

@@ -52,6 +52,7 @@ def keep_weights_unpacked() -> None:
     **KNOWN,
     why="vLLM's file of Qwen3.5 has its images too, and takes the function that rounds their sizes from a file of "
     "transformers' that imports torchvision, which text does not need and this environment does not have",
+    upstream="https://github.com/unslothai/unsloth/pull/6525",
 )
 def import_qwen3_5_without_torchvision() -> None:
     """Have the same function come from transformers' file for machines without torchvision, where that is missing."""
@@ -79,6 +80,7 @@ _ACTIVATIONS = {"silu": _silu_and_mul, "swigluoai": _clamped_swiglu}
     *PACKAGES,
     **KNOWN,
     why="the CPU kernel takes the heads of queries in three dimensions, as latent attention has them, for tokens",
+    upstream="https://github.com/vllm-project/vllm/pull/14667",
 )
 def turn_heads_apart() -> None:
     """Turn queries in three dimensions by torch's own operations."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_megatron.compat.patches import NONE_FOUND, replacement
 from rlhf_megatron.compat.vllm.logprobs import SampledLogprobs
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 
@@ -43,6 +44,12 @@ def installed_version() -> str:
     return "vLLM"
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM shares rotary modules among all models of a process, some of which change theirs",
+    upstream=NONE_FOUND,
+)
 @contextlib.contextmanager
 def own_rotary_modules() -> Iterator[None]:
     """Share no rotary embedding made inside with a model made outside.
@@ -186,6 +193,12 @@ def drain(engine: Any) -> Iterator[Any]:
         yield from engine.step()
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM's sleep with level 2 drops the KV cache, with the requests that are paused in it",
+    upstream="https://github.com/vllm-project/vllm/pull/11743",
+)
 def sleep_with_cache(engine: Any) -> None:
     """Put vLLM to sleep as ``LLM.sleep(level=2)`` does, but for the KV cache, which goes to pinned host memory.
 

@@ -1,7 +1,7 @@
 """A model of vLLM on the meta device, for any rank of a replica, in a process that is one rank: for tracing of loaders.
 
 vLLM's group objects are stand-ins that know sizes and ranks alone, and no function is replaced but the three that
-could not do their work on meta. vLLM has no public way to any; on models on meta: https://github.com/vllm-project/vllm/issues/18009
+could not do their work on meta. vLLM has no public way to any.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ from typing import Any
 
 import torch
 
+from rlhf_megatron.compat.patches import replacement
 from rlhf_megatron.compat.torch import default_dtype
 from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 
 # The groups of vLLM's parallel_state, by version, that all tensor ranks of a replica are in; others are of one rank.
 _TENSOR_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP", "_EPLB")
 _OTHER_GROUPS = ("_INNER_DP_WORLD", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP")
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM builds the shards of a rank only in the process of that rank, with all others beside it",
+    upstream="https://github.com/vllm-project/vllm/issues/18009",
+)
 @contextlib.contextmanager
 def as_rank(config: Any, tensor: int, rank: int, expert_parallel: bool) -> Iterator[None]:
     """Have vLLM take this process for rank ``rank`` of ``tensor`` ranks, which cannot communicate."""
@@ -78,6 +86,12 @@ def build_on_meta(config: Any) -> torch.nn.Module:
     return model
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="loaders read numbers of the experts' table one by one, which a table on the meta device does not have",
+    upstream="https://github.com/vllm-project/vllm/pull/25057",
+)
 @contextlib.contextmanager
 def _expert_map_on_host() -> Iterator[None]:
     """Make the table of a rank's experts on the host: ``.item()`` reads it while weights are loaded."""
@@ -96,6 +110,12 @@ def _expert_map_on_host() -> Iterator[None]:
         expert_map_manager.determine_expert_map = original
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="what vLLM 0.25 takes over from transformers gets new parameters for those on the meta device, without loaders",
+    upstream="https://github.com/vllm-project/vllm/issues/18009",
+)
 @contextlib.contextmanager
 def _loaders_kept() -> Iterator[None]:
     """Keep vLLM's parameters, and with them their loaders, where vLLM 0.25 makes all that transformers left on meta."""

@@ -4,8 +4,7 @@ On a GPU vLLM reads each row of logits twice and in many small pieces for the lo
 rank among all, which nobody asks for here; one kernel (``kernels.token_logprob``) reads it once and in a few. Then vLLM
 brings three arrays to the host, slices them for every token and appends to six lists in Python. Where a model is small
 that was a sixth of the time of an engine's step (0.5B with 256 sequences on an H200); what is here stands in for the
-three classes that do it and needs one array and one slice. The same for vLLM itself, of its server:
-https://github.com/vllm-project/vllm/pull/57442
+three classes that do it and needs one array and one slice.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhf_megatron.compat.patches import replacement
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 from rlhf_megatron.kernels.token_logprob import token_logprobs
 
 
@@ -71,6 +72,12 @@ class _StepLogprobsTensor:
         return _StepLogprobs(self.values.tolist(), self.begins)
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM makes three arrays of a step's logprobs, and of each token's an object with its rank and text",
+    upstream="https://github.com/vllm-project/vllm/pull/57442",
+)
 @contextlib.contextmanager
 def kept_as_numbers(scheduler: Any, on_gpu: bool) -> Iterator[None]:
     """Have vLLM's ``scheduler`` keep numbers; requests that it runs inside must have ``SampledLogprobs``."""

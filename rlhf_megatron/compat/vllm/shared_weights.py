@@ -2,7 +2,7 @@
 
 The views are there before vLLM looks at its memory, compiles and captures CUDA graphs, so all of these see the final
 addresses. What is shared is no part of vLLM's pools: it survives its sleep, and is never vLLM's to free. vLLM's own way
-is to copy weights; on shards that a trainer holds already: https://github.com/vllm-project/vllm/issues/29701
+is to copy weights.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from rlhf_megatron.compat.patches import replacement
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+
 _ALIGNMENT = 16  # bytes: compiled code would copy an input that begins elsewhere
 _SMALL = 1e-3  # dummy weights, until the first real ones come
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="a loader of vLLM's copies weights, and cannot take the shards that a trainer holds already",
+    upstream="https://github.com/vllm-project/vllm/issues/29701",
+)
 @contextlib.contextmanager
 def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Give an engine that is made inside with dummy weights views of ``tensors``, by the names of its parameters.

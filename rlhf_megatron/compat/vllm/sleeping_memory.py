@@ -12,6 +12,9 @@ import contextlib
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
+from rlhf_megatron.compat.patches import replacement
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+
 
 class Allocations(MutableMapping[int, Any]):
     """The allocator's allocations by address: all are found, and a walk sees those of ``owner``; without one, all."""
@@ -40,7 +43,7 @@ class SleepingMemory:
     """One engine's part of vLLM's allocator."""
 
     def __init__(self) -> None:
-        self._allocator, self._pools = _allocator(), dict[str, Any]()
+        self._allocator, self._pools = allocator_of_engines(), dict[str, Any]()
         atexit.register(self._release)  # as the allocator does with pools that it knows outside of ``in_use``
 
     @contextlib.contextmanager
@@ -59,7 +62,14 @@ class SleepingMemory:
             self._allocator.release_pools()
 
 
-def _allocator() -> Any:
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM's allocator puts the memory of all engines of a process to sleep together, and so a second one is "
+    "refused",
+    upstream="https://github.com/vllm-project/vllm/issues/18975",
+)
+def allocator_of_engines() -> Any:
     """Return vLLM's allocator, which from now on tells engines apart."""
     from vllm.device_allocator.cumem import CuMemAllocator
 

@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlhf_megatron.compat.patches import replacement
 from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 from rlhf_megatron.compat.vllm.seeded_draw import draw
 from rlhf_megatron.kernels.token_logprob import token_logprobs
 
@@ -88,6 +90,12 @@ class CustomDrafter:
         return draft[: max(self._longest - len(tokens) - 1, 0)]
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM verifies drafts by numbers of the request's generator, so that what a seed samples depends on the drafts",
+    upstream="https://github.com/vllm-project/vllm/issues/6038",
+)
 def install(engine: Any, draft: Draft, max_running: int, synthetic_length: float | None = None) -> SeededSampler:
     """Have a new LLMEngine, made with ``configuration``, speculate; see ``CustomDrafter.bind`` and
     ``SeededSampler``."""

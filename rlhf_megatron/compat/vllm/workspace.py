@@ -10,6 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from rlhf_megatron.compat.patches import replacement
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+
 
 class Workspace:
     """The manager of one engine; none before the engine is made."""
@@ -17,6 +20,12 @@ class Workspace:
     def __init__(self) -> None:
         self._manager: Any = None
 
+    @replacement(
+        *PACKAGES,
+        **KNOWN,
+        why="a second engine of a process replaces the scratch memory whose addresses the first one's CUDA graphs hold",
+        upstream="https://github.com/vllm-project/vllm/issues/18975",
+    )
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Have vLLM use this manager inside, and keep the one that it makes there."""
