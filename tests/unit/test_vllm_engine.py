@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from hugging_face import make_model
-from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm import internals, model_inspection, model_runner
 from rlhf_megatron.errors import RolloutError, is_transient
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Request, Sampling
@@ -66,6 +67,45 @@ def test_a_moved_parameter_is_named(served: Served) -> None:
         served.engine.weights_updated(3)
     parameter.data = storage
     served.engine.pointer_check()
+
+
+def test_models_are_inspected_in_this_process(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import registry
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    model_inspection.inspect_models_in_this_process()
+    monkeypatch.setattr(subprocess, "run", refuse)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # nothing is known of any class
+    path = "vllm.model_executor.models.llama"
+    seen = registry._LazyRegisteredModel(module_name=path, class_name="LlamaForCausalLM").inspect_model_cls()
+    assert seen.is_text_generation_model and not seen.is_hybrid
+
+
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_mixtures_that_generate_take_the_newer_runner(
+    served: Served, has_rule: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import VllmConfig
+
+    name = "_is_default_v2_model_runner_model"
+    if not has_rule:  # later versions choose by features
+        monkeypatch.delattr(VllmConfig, name, raising=False)
+        model_runner.take_newer_runner.apply()
+        assert not hasattr(VllmConfig, name)
+        return
+    monkeypatch.setattr(VllmConfig, name, lambda config: config.model_config.dense, raising=False)  # as in 0.25
+    model_runner.take_newer_runner.apply()
+
+    def takes_newer(dense: bool, **fields: Any) -> bool:
+        usual = {"is_moe": not dense, "runner_type": "generate", "is_hybrid": False, "is_attention_free": False}
+        model = types.SimpleNamespace(dense=dense, **(usual | fields))
+        return getattr(VllmConfig, name)(types.SimpleNamespace(model_config=model))
+
+    assert takes_newer(dense=True) and takes_newer(dense=False)
+    assert not takes_newer(dense=False, is_hybrid=True)
+    assert not takes_newer(dense=False, runner_type="pooling")
 
 
 @pytest.mark.parametrize(
