@@ -82,7 +82,7 @@ END = "<|im_end|>"
 
 
 def conversation(a: int, b: int) -> list[dict[str, str]]:
-    """A sum that a call of the tool answers; the call in the form that the template gives it."""
+    """Return a sum that a call of the tool answers; the call in the form that the template gives it."""
     call = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
     said = [("user", f"{a} + {b} ="), ("assistant", call), ("tool", f"{a + b}"), ("assistant", f"{a + b}")]
     return [{"role": role, "content": content} for role, content in said]
@@ -109,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def schema_of(folder: Path) -> dict[str, Any]:
-    """The tool as transformers describes it."""
+    """Return the tool as transformers describes it."""
     schema: dict[str, Any] = get_json_schema(runpy.run_path(str(folder / "tools.py"))["add"])
     return schema
 
@@ -119,7 +119,7 @@ def kept(folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 def turns_of(row: dict[str, Any]) -> list[str]:
-    """The texts of a row's turns, without what the template puts around them."""
+    """Return the texts of a row's turns, without what the template puts around them."""
     begins, ends = "\n<|im_start|>user\n", f"{END}\n<|im_start|>assistant\n"
     texts = [turn["text"] for turn in row["turns"]]
     assert all(text.startswith(begins) and text.endswith(ends) for text in texts[1::2])
@@ -130,7 +130,7 @@ def turns_of(row: dict[str, Any]) -> list[str]:
 
 
 def is_readable(text: str) -> bool:
-    """Whether a turn is one call in the form that was taught, or none at all."""
+    """Return whether a turn is one call in the form that was taught, or none at all."""
     return bool(CALL.fullmatch(text)) or "<tool_call>" not in text
 
 
