@@ -90,7 +90,7 @@ def conversation(a: int, b: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a model was taught to call, and then has learned by calling."""
+    """Return where a model was taught to call, and then has learned by calling."""
     path = tmp_path_factory.mktemp("calls")
     make_model(path, 2, "--max-positions=1024")
     (path / "model" / "chat_template.jinja").write_text(TEMPLATE)
