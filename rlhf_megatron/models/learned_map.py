@@ -12,8 +12,7 @@ from math import prod
 
 from rlhf_megatron.models.architecture import ModelError
 from rlhf_megatron.models.weight_map import Block, Region
-from rlhf_megatron.rollout.vllm.copy_trace import StridedCopy
-from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace
+from rlhf_megatron.rollout.copy_trace import LoadTrace, StridedCopy
 
 
 def check_all_is_read(ranks: Sequence[Sequence[Block]], tensor_shapes: Mapping[str, Sequence[int]], where: str) -> None:

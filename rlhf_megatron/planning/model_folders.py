@@ -12,7 +12,7 @@ from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.role_sections import RoleSection
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe
-from rlhf_megatron.rollout.vllm.model_config import check_classes
+from rlhf_megatron.rollout.model_checks import check_classes
 from rlhf_megatron.untrusted import shown
 
 

@@ -17,6 +17,7 @@ from rlhf_megatron.models.learned_map import check_all_is_read, check_all_is_wri
 from rlhf_megatron.models.map_files import FOLDER, map_file, write_map
 from rlhf_megatron.models.stacked import stored_tensors
 from rlhf_megatron.models.weight_map import Block, has_rollout_table, stacked_tensors, stays_float32, tensor_shapes
+from rlhf_megatron.rollout.engine_registry import trace_rank
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all
 
 
@@ -72,8 +73,6 @@ def learn_without_ranks(
 def _blocks_of(
     architecture: Architecture, rank: int, folder: str | Path, tensor: int, expert_parallel: bool, dtype: str
 ) -> list[Block]:
-    from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
-
     shapes = tensor_shapes(architecture.with_head("language"))
     exact = set(filter(stays_float32, shapes))
     stored = functools.partial(stored_tensors, stacked=stacked_tensors(architecture))

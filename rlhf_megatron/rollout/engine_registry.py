@@ -11,8 +11,9 @@ from rlhf_megatron.compat.vllm.answer_parsers import ToolParser, UnusableParser,
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import RolloutEngine
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
-__all__ = ["ENGINES", "ToolParser", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser"]
+__all__ = ["ENGINES", "ToolParser", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser", "trace_rank"]
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {"vllm": VllmEngine}
 """Called as ``make_engine`` is, without the name."""

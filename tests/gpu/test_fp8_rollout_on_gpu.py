@@ -16,7 +16,7 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 @pytest.mark.parametrize("rows", [768, 40], ids=["multiple of 16", "not"])
 def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
     prepare_environment()
-    from rlhf_megatron.rollout.vllm import fp8_linear
+    from rlhf_megatron.compat.vllm import fp8_linear
 
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 100, 512), (rows, 512), rows))

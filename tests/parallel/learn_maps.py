@@ -16,7 +16,8 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 if TYPE_CHECKING:
     from rlhf_megatron.models.rectangles import Block, Shapes
-    from rlhf_megatron.rollout.vllm.weight_loading import LoadTrace, Stored
+    from rlhf_megatron.rollout.copy_trace import LoadTrace
+    from rlhf_megatron.rollout.vllm.weight_loading import Stored
 
 # (tensor parallelism, expert parallel). With 4 ranks there are fewer key-value heads than ranks.
 LAYOUTS = ((1, False), (2, False), (4, False), (2, True))

@@ -26,7 +26,7 @@ from rlhf_megatron.planning.rollout_parameters import replica_of, rollout_parame
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.shard_specs import rollout_shards, trainer_shards
 from rlhf_megatron.regather.views import shareable
-from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder
+from rlhf_megatron.rollout.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 from rlhf_megatron.topology.layout import Layout
 

@@ -164,20 +164,41 @@ def test_what_a_version_of_vllm_has_changed_is_named_with_the_versions_that_are_
     assert internals.free_cache_tokens(engine) == float("inf")
 
 
-def test_vllm_is_known_to_its_own_folders_only() -> None:
-    package, allowed = ROOT / "rlhf_megatron", ("rollout/vllm/", "compat/vllm/", "rollout/engine_registry.py")
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules that a file imports, and names that may be modules."""
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
+
+
+def test_vllm_is_known_to_its_own_folders_and_the_registry_only() -> None:
+    package = ROOT / "rlhf_megatron"
     for path in package.rglob("*.py"):
         own = path.relative_to(package).as_posix()
-        if own.startswith(allowed):
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for module in modules:
-                assert module.split(".")[0] != "vllm", own
-                assert not module.startswith(("rlhf_megatron.compat.vllm", "rlhf_megatron.rollout.vllm.vllm_engine")), (
-                    own
-                )
+        if not own.startswith(("rollout/vllm/", "compat/vllm/", "rollout/engine_registry.py")):
+            known = ("vllm", "rlhf_megatron.compat.vllm", "rlhf_megatron.rollout.vllm")
+            odd = {
+                each
+                for each in imported_modules(path)
+                if each in known or each.startswith(tuple(f"{k}." for k in known))
+            }
+            assert not odd, own
+
+
+def test_the_engine_imports_of_vllm_what_is_public() -> None:
+    modules = set().union(*(imported_modules(path) for path in (ROOT / "rlhf_megatron/rollout").rglob("*.py")))
+    public = (
+        "vllm.LLM",
+        "vllm.SamplingParams",
+        "vllm.engine.arg_utils",
+        "vllm.entrypoints.llm",
+        "vllm.sampling_params",
+    )
+    assert not {each for each in modules if each.startswith("vllm.") and not each.startswith(public)}
 
 
 def test_a_compiled_function_has_code_for_more_floats_than_torch_allows() -> None:

@@ -239,7 +239,7 @@ NAMES = (
         "Base.init_parameters(module, dtype)",
         "loaders on the meta device",
     ),
-    # Linear layers in 8 bits (rollout.vllm.fp8_linear).
+    # Linear layers in 8 bits (compat.vllm.fp8_linear).
     PrivateName(_LAYERS + "linear", "LinearBase", "layers that are quantized"),
     PrivateName(_LAYERS + "linear", "ReplicatedLinear", "layers that are not"),
     PrivateName(_LAYERS + "linear", "UnquantizedLinearMethod", "the full-precision weight"),

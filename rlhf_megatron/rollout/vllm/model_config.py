@@ -10,23 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.errors import RolloutError
+from rlhf_megatron.rollout.model_checks import check_classes
 from rlhf_megatron.rollout.vllm.refusals import one_line
 from rlhf_megatron.untrusted import read_json, shown
 from rlhf_megatron.yarn import attention_factor, magnitude
 
 _MOST_LAYERS = 10_000
-
-
-def check_classes(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise RolloutError where vLLM would take the config at ``path`` for no generating model."""
-    classes = config.get("architectures")
-    if not classes:
-        # Without it vLLM guesses, and takes some families for embedding models.
-        raise RolloutError(f'{path}: "architectures" is missing; add it, for example ["Qwen3ForCausalLM"]')
-    if isinstance(classes, list) and any("ForSequenceClassification" in str(name) for name in classes):
-        raise RolloutError(
-            f"{path}: architectures is {shown(classes)}: a classifier generates nothing; name another model"
-        )
 
 
 def config_arguments(folder: str | Path, language: Mapping[str, Any] | None = None) -> dict[str, Any]:

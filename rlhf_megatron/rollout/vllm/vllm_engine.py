@@ -122,7 +122,7 @@ class VllmEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """See RolloutEngine. Fused as vLLM has them (qkv_proj, gate_up_proj), the vocabulary padded; tied ones once."""
-        from rlhf_megatron.rollout.vllm import fp8_linear
+        from rlhf_megatron.compat.vllm import fp8_linear
 
         named = internals.model(self._engine).named_parameters()
         return {
@@ -146,7 +146,7 @@ class VllmEngine:
             torch.cuda.synchronize()  # whichever streams they were written on
         latent_weights.follow(internals.model(self._engine))
         if self._section.quantization:
-            from rlhf_megatron.rollout.vllm import fp8_linear
+            from rlhf_megatron.compat.vllm import fp8_linear
 
             fp8_linear.quantize(internals.model(self._engine))
         if not self._paused:
@@ -292,7 +292,7 @@ def _make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, T
     from vllm import LLM
 
     if quantizes:
-        from rlhf_megatron.rollout.vllm import fp8_linear
+        from rlhf_megatron.compat.vllm import fp8_linear
 
         fp8_linear.install()
         arguments["quantization"] = fp8_linear.METHOD

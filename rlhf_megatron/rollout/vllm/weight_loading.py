@@ -6,7 +6,6 @@ has no engine yet records any rank's share, whatever torch.distributed is to it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,30 +17,13 @@ from torch import Tensor
 from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import language_models, load_tracing, model_inspection
 from rlhf_megatron.errors import RolloutError
+from rlhf_megatron.rollout.copy_trace import CopyRecorder, LoadTrace
 from rlhf_megatron.rollout.random_state import preserved_random_state
-from rlhf_megatron.rollout.vllm.copy_trace import CopyRecorder, StridedCopy
 from rlhf_megatron.rollout.vllm.model_config import config_arguments
 from rlhf_megatron.untrusted import shown
 
-Shapes = dict[str, tuple[int, ...]]
 Stored = Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]
 _EXACT_CASTS = {f"{kind}->{torch.float32}" for kind in (torch.bfloat16, torch.float16)}
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadTrace:
-    """Copies that a loader makes of a checkpoint on one rank.
-
-    Attributes:
-        copies: every copy, in the loader's order.
-        shapes: of the engine's parameters on this rank.
-        problems: one line for each parameter that is not a plain copy of checkpoint tensors: its values are computed,
-            written from elsewhere, cast on the way, or come from nowhere.
-    """
-
-    copies: list[StridedCopy]
-    shapes: Shapes
-    problems: list[str]
 
 
 def trace_rank(

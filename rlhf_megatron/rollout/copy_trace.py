@@ -6,12 +6,13 @@ any size are recorded without their memory, and parameters that are in use stay 
 the way by ``contiguous``, a cast, ``cat`` or ``stack`` are followed back to the probes. A value that is computed
 (``+ 1``, an index, a product) and reaches a parameter is named: that parameter is no copy.
 
-Only tensors are known here. Which loader is run is the matter of weight_loading.py, what becomes of the copies that of
-models/learned_map.py.
+Only tensors are known here. Which loader is run is the matter of vllm/weight_loading.py, what becomes of the copies
+that of models/learned_map.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -108,6 +109,22 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 @functools.cache
 def _changes_inputs(func: Any) -> bool:
     return bool(func._schema.is_mutable)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadTrace:
+    """Copies that a loader makes of a checkpoint on one rank.
+
+    Attributes:
+        copies: every copy, in the loader's order.
+        shapes: of the engine's parameters on this rank.
+        problems: one line for each parameter that is not a plain copy of checkpoint tensors: its values are computed,
+            written from elsewhere, cast on the way, or come from nowhere.
+    """
+
+    copies: list[StridedCopy]
+    shapes: dict[str, tuple[int, ...]]
+    problems: list[str]
 
 
 class CopyRecorder(TorchDispatchMode):
