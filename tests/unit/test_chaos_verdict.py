@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,59 @@ def test_trajectories_that_are_lost_trained_twice_or_played_wrongly_are_noticed(
     assert any(
         "the prompt of seed 500 was begun and trained" in each for each in trajectories.accounts(long, ledger, none)
     )
+
+
+def programs() -> tuple[list[trajectories.Trained], list[trajectories.Program]]:
+    """Play a whole run, whose programs hear two answers; return what was trained, and the programs."""
+    batch, rows, played = trajectories.GAMES["batch"], [], []
+    for step in range(1, STEPS + 1):
+        for place in range(batch["prompts_per_step"] * batch["responses_per_prompt"]):
+            heard = [step, place, 7]
+            rows.append(trajectories.Trained(step, trajectories.life_of(heard), 2))
+            seed = 100 * step + place // batch["responses_per_prompt"]
+            played.append(trajectories.Program(seed, 1, heard, True))
+    return rows, played
+
+
+def test_programs_that_are_lost_trained_twice_or_answered_otherwise_are_noticed() -> None:
+    (rows, played), none = programs(), Counter[str]()
+    assert trajectories.agent_accounts(rows, played, none) == []
+    killed, again = played[0]._replace(heard=[1, 0], ended=False), played[0]._replace(attempt=2)
+    goes_on = [killed, again, *played[1:]]
+    assert trajectories.agent_accounts(rows, goes_on, Counter(resumed=1)) == []
+    assert trajectories.agent_accounts(rows, goes_on, none) == ["1 programs began again, and metrics say 0 and 0"]
+    assert trajectories.agent_accounts(rows, [killed._replace(heard=[5]), *goes_on[1:]], Counter(resumed=1)) == [
+        "a program of seed 100 was killed, and none was answered as it was"
+    ]
+    life = trajectories.life_of([9])
+    assert trajectories.agent_accounts(rows, [*played, played[0]._replace(heard=[9])], none) == [
+        f"game {life} was played to its end and not trained",
+        "73 programs began, of which 72 were trained",
+    ]
+    assert f"game {rows[0].life} was trained more than once" in trajectories.agent_accounts(
+        [*rows[:-1], rows[0]], played, none
+    )
+    assert f"game {rows[0].life} was trained and never played" in trajectories.agent_accounts(rows, played[1:], none)
+
+
+def test_programs_are_read_from_their_ledger() -> None:
+    of_all = {"seed": 3, "attempt": 1}
+    lines = [("begin", "a", {}), ("begin", "b", {}), ("hear", "a", {"tokens": [1, 2]}), ("hear", "b", {"tokens": [5]}),
+             ("hear", "a", {"tokens": [3]}), ("end", "a", {})]  # fmt: skip
+    ledger = [{"what": what, "life": life} | of_all | more for what, life, more in lines]
+    assert trajectories.programs_of(ledger) == [
+        trajectories.Program(3, 1, [1, 2, 3], True), trajectories.Program(3, 1, [5], False)
+    ]  # fmt: skip
+
+
+def test_a_phase_that_is_not_killed_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps(record(1, 4, **{"start/total": 9.0, "start/engine": 3.0})) + "\n"
+    )
+    case = verdict.Case(name="phases", expected="killed in each", fault="kill@update:4,kill@save:4", each_phase=True)
+    assert case.expected_decisions == ("start", "restart", "restart", "done")
+    assert verdict.phases_without_fault(case, tmp_path) == ["engine"]
+    assert verdict.phases_without_fault(replace(case, fault="kill@update:4,kill@engine:0:1"), tmp_path) == []
 
 
 def test_a_run_without_a_step_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ ROOT = HERE.parents[1]
 RANKS = 2
 # Starts a command in a folder with these variables, stdin, stdout and stderr; returns it with pid, poll and wait.
 Start = Callable[[list[str], Path, dict[str, str], list[int]], Any]
-LIMIT_SECONDS = 300.0  # no case may take longer
+LIMIT_SECONDS, SECONDS_OF_RESTART = 300.0, 30.0  # no case may take longer
 FAULT = "RLHF_MEGATRON_FAULT"
 TASK = ("reasoning-gym", "--task=chain_sum", "--set", "min_terms=2", "max_terms=2", "max_digits=1")
 COLUMNS = ("fault", "expected", "what happened", "metrics and weights", "steps repeated", "seconds to recover")
@@ -77,7 +77,7 @@ class Launch:
     def __init__(self, case: Case, folder: Path, start: Start) -> None:
         self.run, self.faults = folder / "runs" / case.name, list[float]()
         self.run.mkdir(parents=True, exist_ok=True)
-        restarts = 3 if case.launches == 1 else 0
+        restarts = max(3, case.restarts) if case.launches == 1 else 0
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
         train = [str(ROOT / "launch" / "train.py"), *recipe_of(case)]
         command = [sys.executable, "-P", "-m", *torchrun, *train]
@@ -199,14 +199,18 @@ def environment(case: Case) -> dict[str, str]:
 
 def recipe_of(case: Case) -> list[str]:
     """Return the arguments of train.py."""
-    if not case.environment:
-        return ["grpo.yaml", f"name={case.name}", *case.overrides]
-    environment = f"rollout.multi_turn.environment=games/{case.name}/counted.py:{case.environment}"
-    return ["games.yaml", f"name={case.name}", environment, *case.overrides]
+    player = f"games/{case.name}/counted.py:{case.environment or case.agent}"
+    if case.environment:
+        keys = [f"rollout.multi_turn.environment={player}"]
+    elif case.agent:
+        keys = ["rollout.multi_turn=null", f"rollout.agent.function={player}"]
+    else:
+        keys = []
+    return ["games.yaml" if keys else "grpo.yaml", f"name={case.name}", *keys, *case.overrides]
 
 
 def lay_out_game(case: Case, folder: Path) -> None:
-    """Put the environment of a case where it keeps its ledger."""
+    """Put the environment or agent of a case where it keeps its ledger."""
     game = folder / "games" / case.name
     game.mkdir(parents=True)
     shutil.copy(HERE / "counted.py", game)
@@ -217,20 +221,21 @@ def lay_out_game(case: Case, folder: Path) -> None:
 def perform(case: Case, folder: Path, service: RewardService, start: Start) -> Result:
     """Run a case and judge it by the reference, which lies beside it."""
     started, faults, status = time.monotonic(), list[float](), None
-    if case.environment:
+    limit = LIMIT_SECONDS + SECONDS_OF_RESTART * (case.restarts - 1)
+    if case.environment or case.agent:
         lay_out_game(case, folder)
     for number in range(case.launches):
         launch = Launch(case if number == 0 else replace(case, fault=""), folder, start)
         try:
             if case.outside and number == 0:
                 getattr(Disturbance(launch, service), case.outside)()
-            status = launch.finish(max(1.0, LIMIT_SECONDS - (time.monotonic() - started)))
+            status = launch.finish(max(1.0, limit - (time.monotonic() - started)))
         finally:
             launch.kill()
         faults += launch.faults
     problems = []
     if status is None:
-        problems.append(f"still running after {LIMIT_SECONDS:.0f} s")
+        problems.append(f"still running after {limit:.0f} s")
     elif status:
         problems.append(f"the last launch ended with status {status}")
     return judge(case, folder, faults, time.monotonic() - started, problems)

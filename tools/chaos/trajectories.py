@@ -1,7 +1,9 @@
-"""The judge of cases with environments: by kept rollouts and ledger, each trajectory was trained exactly once."""
+"""The judge of cases with environments or an agent: by kept rollouts and ledger, each trajectory was trained exactly
+once."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -22,7 +24,8 @@ Line = dict[str, Any]
 
 
 class Trained(NamedTuple):
-    """A row that a step was trained on: the game's life, and the turns that the game has seen of it."""
+    """A row that a step was trained on: the game's life, and the turns that the game has seen of it. The life of an
+    agent's is what it has heard."""
 
     step: int
     life: str
@@ -39,6 +42,22 @@ def trained_rows(run: Path) -> list[Trained]:
             (life,) = _LIFE.findall(row["prompt"])
             rows.append(Trained(step, life, turns))
     return rows
+
+
+def heard_rows(run: Path) -> list[Trained]:
+    """Return the kept rollouts of a run with an agent, the last of each step."""
+    rows = []
+    for step in range(1, GAMES["steps"] + 1):
+        path = run / "rollouts" / f"step-{step}.parquet"
+        for row in pq.read_table(path).to_pylist() if path.exists() else ():
+            sampled = [token for token, own in zip(row["tokens"], row["sampled"], strict=True) if own]
+            rows.append(Trained(step, life_of(sampled), sum(turn["sampled"] for turn in row["turns"])))
+    return rows
+
+
+def life_of(tokens: Iterable[int]) -> str:
+    """Return the name of an agent's life, by all that it has heard."""
+    return hashlib.blake2b(" ".join(map(str, tokens)).encode(), digest_size=4).hexdigest()
 
 
 def begun_before(run: Path) -> Counter[str]:
@@ -126,9 +145,60 @@ def never_stepped(trained: list[Trained], ledger: list[Line]) -> int:
     return len({line["life"] for line in ledger} - stepped - {row.life for row in trained})
 
 
-def judged(run: Path, game: Path) -> tuple[list[str], Counter[str], int]:
-    """Return the problems of a run whose environments noted in ``game``, how its trajectories were begun, and how many
-    of these were lost before their first turn."""
-    ledger = [json.loads(line) for line in (game / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
-    counts, trained = begun_before(run), trained_rows(run)
+class Program(NamedTuple):
+    """A process of an agent's: what it has heard, and whether it came to its end."""
+
+    seed: int
+    attempt: int
+    heard: list[int]
+    ended: bool
+
+
+def programs_of(ledger: list[Line]) -> list[Program]:
+    """Return the programs of a ledger."""
+    lines_of = defaultdict[str, list[Line]](list)
+    for line in ledger:
+        lines_of[line["life"]].append(line)
+    return [
+        Program(
+            lines[0]["seed"],
+            lines[0]["attempt"],
+            [token for line in lines if line["what"] == "hear" for token in line["tokens"]],
+            lines[-1]["what"] == "end",
+        )
+        for lines in lines_of.values()
+    ]
+
+
+def agent_accounts(trained: list[Trained], programs: list[Program], counts: Counter[str]) -> list[str]:
+    """Return problems of a run's trajectories that programs have played: each prompt that was begun is trained on with
+    all its responses, each program that has ended once, one that was killed is answered as before, and metrics say
+    so."""
+    ended = [program for program in programs if program.ended]
+    seed_of = {life_of(program.heard): program.seed for program in ended}
+    problems = _rows_problems(trained, seed_of)
+    lives = {row.life for row in trained}
+    problems += [f"game {life} was played to its end and not trained" for life in seed_of.keys() - lives]
+    for program in programs:
+        goes_on = any(each.seed == program.seed and each.heard[: len(program.heard)] == program.heard for each in ended)
+        if not goes_on:
+            problems.append(f"a program of seed {program.seed} was killed, and none was answered as it was")
+    again = sum(program.attempt > 1 for program in programs)
+    if again != counts["resumed"] + counts["restarted"]:
+        problems.append(f"{again} programs began again, and metrics say {counts['resumed']} and {counts['restarted']}")
+    if len(programs) > len(trained) + again:
+        problems.append(f"{len(programs) - again} programs began, of which {len(trained)} were trained")
+    return problems
+
+
+def judged(run: Path, game: Path, is_agent: bool) -> tuple[list[str], Counter[str], int]:
+    """Return the problems of a run whose environments or programs noted in ``game``, how its trajectories were begun,
+    and how many of these were lost before their first turn. What evaluations play counts for nothing here."""
+    lines = [json.loads(line) for line in (game / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
+    ledger, counts = [line for line in lines if line["split"] == "train"], begun_before(run)
+    if is_agent:
+        programs = programs_of(ledger)
+        unanswered = sum(not program.ended and not program.heard for program in programs)
+        return agent_accounts(heard_rows(run), programs, counts), counts, unanswered
+    trained = trained_rows(run)
     return accounts(trained, ledger, counts), counts, never_stepped(trained, ledger)

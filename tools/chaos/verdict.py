@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from rlhf_megatron.runtime.recovery import RecoveryLog
 
 RECIPE = yaml.safe_load((Path(__file__).resolve().parent / "recipe.yaml").read_text(encoding="utf-8"))
 STEPS, ROWS = RECIPE["steps"], 40
+_PHASE, _TIME = re.compile(r"@(\w+):"), re.compile("time/|start/")
 RELATIVE, ABSOLUTE = 1e-3, 1e-5  # tolerance of what differs by rounding
 
 
@@ -28,30 +30,46 @@ class Case:
         expected: in words.
         fault: the value of RLHF_MEGATRON_FAULT, for the first launch.
         outside: the method of Disturbance that is called while the first launch goes on.
-        decisions: of recovery.jsonl, without ``resume`` and the ``fault`` that another rank may have.
+        decisions: of recovery.jsonl, without ``resume`` and the ``fault`` that another rank may have; by default the
+            attempt after each fault begins by a restart.
         equality: of metrics and exported weights with those of the undisturbed run.
         launches: calls of torchrun. Only a single one has restarts.
         said: what the output must have.
         passed_over: the first and last step whose data are skipped after a rollback.
-        environment: the class of counted.py that is played, by games.yaml in place of recipe.yaml.
-        kill: when an environment kills its rank: "step", as it steps, or "turn", as the model goes on.
+        environment, agent: the class or function of counted.py that plays, by games.yaml in place of recipe.yaml.
+        kill: the call in which it kills its rank, or "turn": as the model goes on.
+        each_phase: ``fault`` is to name every phase that the run goes through.
         begun: what its trajectories must be, of replayed, resumed and restarted; the others must not, but for those
             that are restarted since the kill came before their first turn.
+        replayed: how many of them, where that is certain.
     """
 
     name: str
     expected: str
     fault: str = ""
     outside: str = ""
-    decisions: tuple[str, ...] = ("start", "restart", "done")
+    decisions: tuple[str, ...] = ()
     equality: Literal["bits", "rounding", "other data", "trained once"] = "bits"
     launches: int = 1
     overrides: tuple[str, ...] = ()
     said: str = ""
     passed_over: tuple[int, int] | None = None
     environment: str = ""
+    agent: str = ""
     kill: str = ""
+    each_phase: bool = False
     begun: tuple[str, ...] = ()
+    replayed: int | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts where each fault is met once."""
+        return len(self.fault.split(","))
+
+    @property
+    def expected_decisions(self) -> tuple[str, ...]:
+        """The decisions, or what they are by default."""
+        return tuple(self.decisions) or ("start", *["restart"] * self.restarts, "done")
 
 
 @dataclass
@@ -91,13 +109,20 @@ def judge(case: Case, folder: Path, faults: list[float], seconds: float, problem
     """Compare what a run has left with what the case expects and with the reference."""
     run, lines = folder / "runs" / case.name, decisions(folder / "runs" / case.name)
     made = tuple(line["what"] for line in lines if line["what"] not in ("resume", "fault"))
-    if made != tuple(case.decisions):
-        problems.append(f"recovery.jsonl says {', '.join(made)} instead of {', '.join(case.decisions)}")
+    if made != case.expected_decisions:
+        problems.append(f"recovery.jsonl says {', '.join(made)} instead of {', '.join(case.expected_decisions)}")
     if case.said not in (run / "launch.log").read_text(encoding="utf-8"):
         problems.append(f"nothing was said of {case.said!r}")
-    equal = trained_once(case, folder, problems) if case.environment else equal_data(case, folder, problems)
+    if (run / "metrics.jsonl").exists():
+        plays = case.environment or case.agent
+        equal = trained_once(case, folder, problems) if plays else equal_data(case, folder, problems)
+    else:
+        said = (run / "launch.log").read_text(encoding="utf-8").split("\n")
+        problems.append(f"no step was made; launch.log ends {' | '.join(line for line in said if line)[-500:]!r}")
+        equal = "not whole"
     repeated = steps_repeated(lines)
-    if repeated > RECIPE["checkpoint"]["save_interval"] + 1:  # a checkpoint becomes visible one step later
+    # A checkpoint becomes visible one step later.
+    if repeated > (RECIPE["checkpoint"]["save_interval"] + 1) * case.restarts:
         problems.append(f"{repeated} steps were repeated")
     recovery = max((after - fault for fault in faults if (after := gone_on(lines, fault))), default=None)
     return Result(case.name, case.fault, case.expected, story(lines), equal, repeated, recovery, seconds, problems)
@@ -107,10 +132,6 @@ def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
     """Return a comparison of a run with the reference, in words; adds what is not as the case expects to
     ``problems``."""
     run = folder / "runs" / case.name
-    if not (run / "metrics.jsonl").exists():
-        said = (run / "launch.log").read_text(encoding="utf-8").split("\n")
-        problems.append(f"no step was made; launch.log ends {' | '.join(line for line in said if line)[-500:]!r}")
-        return "not whole"
     equal = equality(run, folder / "runs" / RECIPE["name"])
     if equal not in {"bits": ["bits"], "rounding": ["bits", "rounding"]}.get(case.equality, [equal]):
         problems.append(f"equal {equal} instead of {case.equality}")
@@ -121,12 +142,25 @@ def equal_data(case: Case, folder: Path, problems: list[str]) -> str:
 def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
     """Return an account of how trajectories were begun, in words; adds what is not as the case expects to
     ``problems``."""
-    found, counts, never_stepped = judged(folder / "runs" / case.name, folder / "games" / case.name)
+    run = folder / "runs" / case.name
+    found, counts, never_stepped = judged(run, folder / "games" / case.name, bool(case.agent))
     problems += found
+    if case.each_phase:
+        problems += [f"the phase {phase} has no fault" for phase in phases_without_fault(case, run)]
     seen = {what for what, count in counts.items() if count > (never_stepped if what == "restarted" else 0)}
     if seen != set(case.begun):
         problems.append(f"trajectories were {sorted(seen)} instead of {sorted(case.begun)}")
-    return ", ".join(["each once", *(f"{count} {what}" for what, count in counts.items() if count)])
+    if case.replayed not in (None, counts["replayed"]):
+        problems.append(f"{counts['replayed']} trajectories were replayed instead of {case.replayed}")
+    begun = [f"{count} {what}" for what, count in counts.items() if count]
+    return ", ".join(["not each once" if found else "each once", *begun])
+
+
+def phases_without_fault(case: Case, run: Path) -> list[str]:
+    """Return the phases of a run's steps and of its start, by its metrics, that a case's faults do not name."""
+    names = {name for metrics in read_steps(run / "metrics.jsonl").values() for name in metrics}
+    phases = {_TIME.sub("", name) for name in names if _TIME.match(name)} - {"launch", "total"}
+    return sorted(phases - set(_PHASE.findall(case.fault)))
 
 
 def equality(run: Path, reference: Path) -> str:
@@ -216,6 +250,9 @@ def seconds_of(text: str) -> float:
 
 def story(lines: list[dict[str, Any]]) -> str:
     """Return a summary of recovery.jsonl, in a few words."""
+    restarts = [line["step"] for line in lines if line["what"] == "restart"]
+    if len(restarts) > 2:
+        return f"{len(restarts)} restarts, after steps {restarts[0]} to {restarts[-1]}, {lines[-1]['what']}"
     words = {
         "start": "starts after step {step}", "restart": "restarts after step {step}", "resume": "from step {step}",
         "fault": "fault in {phase}", "hang": "hang noticed", "stop": "stops after step {step}", "done": "done",
