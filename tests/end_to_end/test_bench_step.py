@@ -61,6 +61,17 @@ def test_steps_are_measured_beside_the_raw_engines(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.grid
+@pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
+def test_who_generates_apart_is_measured_there(tmp_path: Path) -> None:
+    shapes = yaml.safe_load((BENCH / "step_shapes.yaml").read_text(encoding="utf-8"))
+    [shape] = [shape for shape in shapes if shape["model"] == "toy-apart"]
+    row = bench.measured(shape, tmp_path, steps=3, repeats=1)
+    assert row["raw_seconds"].keys() == {"generate", "forward", "forward and backward"}
+    assert all(seconds["min"] > 0 for seconds in row["raw_seconds"].values())
+    assert row["staleness_mean"]["median"] == 1, "the step before was generated ahead"
+
+
 def test_a_row_says_what_the_records_say() -> None:
     phases = {"generate": 4.0, "score": 0.5, "logprobs": 1.0, "update": 3.0, "regather": 1.0}
     record: dict[str, Any] = {f"time/{phase}": seconds for phase, seconds in phases.items()}
@@ -94,6 +105,10 @@ def test_a_row_says_what_the_records_say() -> None:
     assert bench.misses([good], [row, good]) == [], "there is no figure of one GPU"
     alone = good | {"gpus": 1, "tokens_per_gpu_per_second": {"median": 110.0}}
     assert bench.misses([good], [alone, good]) == ["14B on 2: 91% of the speed of one GPU for each, below 92%"]
+    last = {name: value for name, value in record.items() if "generate" not in name}  # nothing is left to generate
+    apart = bench.summary([slow, record, record, last], raw, forward=False, apart=True)
+    assert apart["efficiency"] == pytest.approx(3.5 / 10), "generation beside the update: the longer one"
+    assert apart["overhead"] == pytest.approx(1 - 5 / 10)
 
 
 def test_every_shape_is_a_recipe_that_fits_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.monitor.metrics import read_records
 from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.model_folders import planned_architectures
-from rlhf_megatron.recipe import RLRecipe, load_rl
+from rlhf_megatron.recipe import RLRecipe, load_rl, role_ranks, rollout_ranks
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 HERE = Path(__file__).resolve().parent
@@ -129,7 +129,8 @@ def measured(
         return row | {"failed": failed, "records": read_records(records) if records.exists() else []}
     raw = json.loads((folder / "raw.json").read_text(encoding="utf-8"))
     metrics = read_records(records)
-    return row | summary(metrics, raw, recipe.old_logprobs == "recompute", warm_up)
+    apart = set(rollout_ranks(recipe, shape["gpus"])).isdisjoint(role_ranks(recipe, "actor", shape["gpus"]))
+    return row | summary(metrics, raw, recipe.old_logprobs == "recompute", warm_up, apart)
 
 
 def folder_with_model(folder: Path) -> Path:
@@ -191,21 +192,32 @@ def write_prompts(recipe: RLRecipe, model: Path, path: Path, informative: float 
 
 
 def summary(
-    metrics: Sequence[Mapping[str, float]], raw: Mapping[str, Sequence[float]], forward: bool, warm_up: int = 1
+    metrics: Sequence[Mapping[str, float]],
+    raw: Mapping[str, Sequence[float]],
+    forward: bool,
+    warm_up: int = 1,
+    apart: bool = False,
 ) -> dict[str, Any]:
     """Return the figures of a row, from a run's records and the seconds of the raw engines.
 
     ``forward``: whether a step has a forward pass of its own, for logprobs from before its updates. ``warm_up``: steps
-    that do not count, but of a run of one step that one does.
+    that do not count, but of a run of one step that one does. ``apart``: whether others generate than train, at the
+    same time: the longer of both is the ceiling, and steps in which nobody generates, the last ones, do not count.
     """
     steps = [of_step for of_step in metrics if "train/step_time_ms" in of_step]
-    counted = steps[warm_up:] or steps[-1:]
+    counted = [of_step for of_step in steps if "time/generate" in of_step][warm_up:] or steps[-1:]
     phases = [name.removeprefix("time/") for name in counted[0] if name.startswith("time/")]
     seconds = [of_step["train/step_time_ms"] / 1000 for of_step in counted]
-    in_engines = [sum(of_step.get(f"time/{phase}", 0.0) for phase in ENGINE_PHASES) for of_step in counted]
+    in_engines = [
+        together({phase: of_step.get(f"time/{phase}", 0.0) for phase in ENGINE_PHASES}, apart) for of_step in counted
+    ]
     needed = [part for part in raw if part != "forward" or forward]
     phase_seconds = {phase: spread([of_step[f"time/{phase}"] for of_step in counted]) for phase in phases}
-    fastest = sum(min(statistics.median(raw[part]), phase_seconds[RAW_PHASES[part]]["median"]) for part in needed)
+    faster = {
+        phase: min(statistics.median(raw[part]), phase_seconds[phase]["median"])
+        for part in needed
+        if (phase := RAW_PHASES[part])
+    }
     start = {name.removeprefix("start/"): value for name, value in metrics[0].items() if name.startswith("start/")}
     result: dict[str, Any] = {
         "step_seconds": spread(seconds),
@@ -214,7 +226,7 @@ def summary(
         "generated_tokens_per_second": spread([of_step["rollout/throughput_tokens_per_sec"] for of_step in counted]),
         "raw_seconds": {part: spread(times) for part, times in raw.items()},
         "raw_needed": needed,
-        "efficiency": fastest / statistics.median(seconds),
+        "efficiency": together(faster, apart) / statistics.median(seconds),
         "overhead": statistics.median(1 - within / step for within, step in zip(in_engines, seconds, strict=True)),
         "imbalance": spread([of_step["train/imbalance"] for of_step in counted]),
         "peak_memory_gb": {phase: max(of_step[f"memory/{phase}_gb"] for of_step in counted) for phase in phases},
@@ -226,6 +238,13 @@ def summary(
         if all(name in of_step for of_step in counted):
             result[name.split("/")[1]] = spread([of_step[name] for of_step in counted])
     return result
+
+
+def together(seconds: Mapping[str, float], apart: bool) -> float:
+    """Return how long phases take one after the other or, `apart`, generation beside the others."""
+    generation = seconds["generate"]
+    others = sum(seconds.values()) - generation
+    return max(generation, others) if apart else generation + others
 
 
 def write(output: Path, row: Mapping[str, Any]) -> None:
