@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_megatron.data.balance import deal, spread
 from rlhf_megatron.data.expert_choices import unknown
 from rlhf_megatron.data.rollout_batch import RolloutBatch, boundaries
-from rlhf_megatron.data.shared_prompts import Packing, PromptedRows, RepeatedKeys, pack_with_shared_prompts
+from rlhf_megatron.data.shared_prompts import Packing, RepeatedKeys, SharedPrefixes, pack_with_shared_prefixes
 
 
 def assign_rows(
@@ -112,7 +112,7 @@ class MicroBatch:
     fields: dict[str, Tensor]  # [n] each: advantages, weights and so on
     batch_indices: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
     expert_choices: Tensor | None = None  # [t, layers, chosen]: of these layers with experts, where they are replayed
-    keys: RepeatedKeys | None = None  # where sequences attend to those of a prompt before their own
+    keys: RepeatedKeys | None = None  # where sequences attend to those of a prefix before their own
 
 
 def make_micro_batch(
@@ -126,7 +126,7 @@ def make_micro_batch(
     alignment: int = 1,
     device: torch.device | str = "cpu",
     replayed_layers: Sequence[int] = (),
-    prompted: PromptedRows | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> MicroBatch:
     """Pack ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
 
@@ -135,15 +135,14 @@ def make_micro_batch(
     no real token attends to it. The number of tokens is rounded up to ``alignment``, a multiple of ``row_alignment``
     (sequence parallelism splits it evenly), and is at least that, so that an empty micro-batch still has a shape to
     send through the pipeline. ``replayed_layers``: those of the batch's expert choices that go with it.
-    ``prompted``, the rows of the batch: a prompt is there once for all that begin with it, with the choices of the
-    first of them.
+    ``prefixes``, those of the batch's rows: what rows share is there once, with the choices of one of them.
     """
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
     where = _joined([torch.arange(start, stop) for start, stop in spans])
     packing = (
         _pack([stop - start for start, stop in spans], row_alignment, alignment)
-        if prompted is None
-        else pack_with_shared_prompts(rows, prompted, alignment)
+        if prefixes is None
+        else pack_with_shared_prefixes(rows, prefixes, alignment)
     )
     tokens = torch.zeros(sum(packing.lengths), dtype=torch.int64)
     tokens[packing.places] = batch.tokens[where]

@@ -1,13 +1,16 @@
-"""Prompts that go through a model once for all rows that begin with them: which rows go together, and how they lie.
+"""Prefixes that rows share go through a model once: which rows go together, and how they lie.
 
-In a micro-batch a prompt's tokens are followed by those of its rows behind it. Each of these parts is a sequence of
-queries; it attends to keys of its own, before which those of the prompt are repeated. So every token attends to what it
-would attend to in a row of its own, and a prompt has the sum of the gradients of all its rows.
+In an order in which rows with the same prefix follow each other, each row begins with so many tokens of the one before:
+in a group with its prompt, in a trajectory with earlier turns. In a micro-batch its first row lies there as a whole,
+and of each other row what follows such a prefix: a sequence of queries, whose own keys follow repeated ones of the
+prefix. So every token attends to what it would attend to in a row of its own, and a shared one has the sum of the
+gradients of all its rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -16,86 +19,92 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_megatron.data.rollout_batch import RolloutBatch, boundaries
+from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.row_numbers import RowNumbers
 
 _BISECTIONS = 16  # of what a micro-batch may cost
 
+_Span = tuple[int, int]  # tokens that lie side by side: where the first is, and how many
+
 
 @dataclasses.dataclass(frozen=True)
-class PromptedRows:
-    """R rows; [R] int64 each. A row's prompt is what precedes its first sampled token.
+class SharedPrefixes:
+    """R rows and the prefixes that they share; [R] int64 each.
 
     Attributes:
-        lengths: tokens of each row, its prompt included.
-        prompts: the prompt's number; rows with the same have the same tokens there.
-        prompt_lengths: its tokens.
+        lengths: tokens of each row.
+        order: the rows, those with the same prefix one after the other.
+        shared: tokens that each row has in common, from the first on, with the row before it in that order.
     """
 
     lengths: Tensor
-    prompts: Tensor
-    prompt_lengths: Tensor
+    order: Tensor
+    shared: Tensor
 
     @classmethod
-    def of_batch(cls, batch: RolloutBatch) -> PromptedRows:
-        """Return the rows of a batch, whose prompts are compared token by token."""
-        lengths, completions = batch.lengths, batch.completion_lengths
-        of_prompts = lengths - completions
-        numbers: dict[bytes, int] = {}
-        begins = zip(batch.cu_seqlens.tolist(), of_prompts.tolist(), strict=False)
-        texts = (batch.tokens[begin : begin + length].numpy().tobytes() for begin, length in begins)
-        prompts = [numbers.setdefault(text, len(numbers)) for text in texts]
-        return cls(lengths, torch.tensor(prompts, dtype=torch.int64), of_prompts)
+    def of_batch(cls, batch: RolloutBatch) -> SharedPrefixes:
+        """Return the rows of a batch, compared token by token. Where experts are replayed they share prompts alone:
+        what was sampled has choices of its own in each row."""
+        rows = [row.numpy() for row in batch.tokens.split(batch.lengths.tolist())]
+        most = batch.lengths if batch.expert_choices is None else batch.lengths - batch.completion_lengths
+        order = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+        shared = torch.zeros(len(rows), dtype=torch.int64)
+        for before, row in pairwise(order):
+            shared[row] = min(_common_tokens(rows[before], rows[row]), int(most[before]), int(most[row]))
+        return cls(batch.lengths, torch.tensor(order, dtype=torch.int64), shared)
 
     @classmethod
-    def of_numbers(cls, numbers: RowNumbers) -> PromptedRows:
-        """Return rows of which only numbers are known: those of a group begin with one prompt, but for a trajectory's
-        later rows, each with one of its own."""
-        prompts, of_prompts = numbers.group_id, numbers.lengths - numbers.completion_lengths
-        if numbers.trajectory_id is None or not numbers.rows:
-            return cls(numbers.lengths, prompts, of_prompts)
-        index, order = numbers.trajectories.sort(stable=True)
-        later = order[index.diff(prepend=torch.tensor([-1])) == 0]
-        own = int(prompts.max()) + 1 + torch.arange(len(later))
-        return cls(numbers.lengths, prompts.scatter(0, later, own), of_prompts)
+    def of_numbers(cls, numbers: RowNumbers) -> SharedPrefixes:
+        """Return rows of which only numbers are known: the first rows of a group's trajectories share their prompt; of
+        later rows, which follow them, that is not known."""
+        groups, trajectories = numbers.group_id, numbers.trajectories
+        order = torch.from_numpy(numpy.lexsort((trajectories.numpy(), groups.numpy())))
+        begins = torch.ones(len(order), dtype=torch.bool), torch.ones(len(order), dtype=torch.bool)
+        for of_row, begin in zip((groups, trajectories), begins, strict=True):
+            begin[1:] = of_row[order].diff() != 0
+        of_group, of_trajectory = begins
+        shared = torch.zeros_like(numbers.lengths)
+        again = order[of_trajectory & ~of_group]
+        shared[again] = (numbers.lengths - numbers.completion_lengths)[again]
+        return cls(numbers.lengths, order, shared)
 
     @property
     def repeated(self) -> list[int]:
-        """The length of each row's prompt that an earlier row has."""
-        order = self.prompts.argsort(stable=True)
-        again = self.prompts[order].diff(prepend=torch.tensor([-1])) == 0
-        lengths: list[int] = self.prompt_lengths[order][again].tolist()
+        """The length of each prefix that an earlier row has."""
+        lengths: list[int] = self.shared[self.shared > 0].tolist()
         return lengths
 
+    @functools.cached_property
+    def _places(self) -> NDArray[numpy.int64]:
+        """[R]: the place of each row in the order."""
+        return self.order.argsort().numpy()
+
+    def among(self, rows: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+        """Return [m] each: ``rows`` in their order, and what each has in common with the one before it among them."""
+        places = numpy.sort(self._places[numpy.asarray(rows, dtype=numpy.int64)])
+        order, shared = self.order.numpy(), numpy.zeros_like(places)
+        if len(places) > 1:  # what all have in common from there up to here
+            to_last = self.shared.numpy()[order[: places[-1] + 1]]
+            shared[1:] = numpy.minimum.reduceat(to_last, places[:-1] + 1)
+        return order[places], shared
+
     def tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of tokens that the micro-batch of ``rows`` computes: each prompt once."""
-        index = torch.as_tensor(list(rows), dtype=torch.int64)
-        of_prompts = self.prompt_lengths[index]
-        found = dict(zip(self.prompts[index].tolist(), of_prompts.tolist(), strict=True))
-        return int((self.lengths[index] - of_prompts).sum()) + sum(found.values())
+        """Return the number of tokens that the micro-batch of ``rows`` computes: each prefix once."""
+        order, shared = self.among(rows)
+        return int(self.lengths.numpy()[order].sum() - shared.sum())
 
     def cost(self, rows: Sequence[int], attention: float) -> float:
         """Return the cost of the micro-batch of ``rows``, see ``assign_rows``."""
-        own, shared = self._costs(attention)
-        index = numpy.asarray(rows, dtype=numpy.int64)
-        found = dict(zip(self.prompts.numpy()[index].tolist(), shared[index].tolist(), strict=True))
-        return float(own[index].sum()) + sum(found.values())
-
-    def _costs(self, attention: float) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """Return [R] each: of what follows a prompt, and of the prompt."""
-        whole, of_prompts = (each.numpy().astype(numpy.float64) for each in (self.lengths, self.prompt_lengths))
-        shared = of_prompts + attention * of_prompts**2
-        return whole + attention * whole**2 - shared, shared
+        order, shared = self.among(rows)
+        return float((_costs(self.lengths.numpy()[order], attention) - _costs(shared, attention)).sum())
 
     def assign(self, data: int, parts: Sequence[Tensor] | None = None, attention: float = 0.0) -> Tensor:
-        """Do as ``assign_rows`` does; a rank has rows that follow each other by prompts, so that few prompts are on
+        """Do as ``assign_rows`` does; a rank has rows that follow each other in the order, so that few prefixes are on
         two."""
         owner = torch.full((len(self.lengths),), -1, dtype=torch.int64)
-        own, shared = self._costs(attention)
         for part in [torch.arange(len(owner))] if parts is None else parts:
-            rows = part[self.prompts[part].argsort(stable=True)].numpy()
-            begins = numpy.diff(self.prompts.numpy()[rows], prepend=-1) != 0
-            costs = own[rows] + shared[rows] * begins
+            rows, shared = self.among(part.tolist())
+            costs = _costs(self.lengths.numpy()[rows], attention) - _costs(shared, attention)
             middle = costs.cumsum() - costs / 2
             of_rank = middle * data / max(float(costs.sum()), 1.0)
             owner[rows] = torch.from_numpy(of_rank.astype(numpy.int64).clip(max=data - 1))
@@ -104,12 +113,13 @@ class PromptedRows:
     def plan(
         self, tokens_per_gpu: int, multiple: int = 1, attention: float = 0.0, at_least: int = 1
     ) -> list[list[int]]:
-        """Do as ``plan_micro_batches`` does; each has rows that follow each other by prompts, and each prompt once."""
-        order = self.prompts.argsort(stable=True).tolist()
-        own, shared = (each.tolist() for each in self._costs(attention))
-        sizes, of_prompts = (self.lengths - self.prompt_lengths).tolist(), self.prompt_lengths.tolist()
-        limits = _Rows(order, self.prompts.tolist(), own, shared, sizes, of_prompts, tokens_per_gpu)
-        total = sum(own) + sum(dict(zip(self.prompts.tolist(), shared, strict=True)).values())
+        """Do as ``plan_micro_batches`` does; each has rows that follow each other in the order."""
+        lengths, shared = (values[self.order].numpy() for values in (self.lengths, self.shared))
+        whole = _costs(lengths, attention)
+        own = whole - _costs(shared, attention)
+        rows = zip(self.order.tolist(), whole.tolist(), own.tolist(), lengths.tolist(), shared.tolist(), strict=True)
+        limits = _Rows(list(rows), tokens_per_gpu)
+        total = float(own.sum())
         fewest = len(limits.cut(float("inf")))
         count = max(at_least, fewest)
         count += -count % multiple
@@ -126,31 +136,36 @@ class PromptedRows:
         return micros + [[] for _ in range(count - len(micros))]
 
 
+def _common_tokens(one: NDArray[numpy.int64], other: NDArray[numpy.int64]) -> int:
+    """Return how many tokens two rows have in common before the first that differs."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _costs(tokens: NDArray[numpy.int64], attention: float) -> NDArray[numpy.float64]:
+    costs: NDArray[numpy.float64] = tokens + attention * tokens.astype(numpy.float64) ** 2
+    return costs
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows in the ``order`` that they are cut in, and by row: prompt, costs and tokens with and without it."""
+    """Rows in the order that they are cut in: number, cost as a whole and behind its prefix, tokens and those of it."""
 
-    order: list[int]
-    prompts: list[int]
-    own: list[float]
-    shared: list[float]
-    sizes: list[int]
-    prompt_sizes: list[int]
+    rows: list[tuple[int, float, float, int, int]]
     limit: int
 
     def cut(self, most: float) -> list[list[int]]:
         """Return pieces that cost at most ``most`` and have at most ``limit`` tokens, but for a row alone."""
         pieces: list[list[int]] = []
-        cost, size, prompt = 0.0, 0, -1
-        for row in self.order:
-            begins = self.prompts[row] != prompt
-            more, larger = self.own[row] + begins * self.shared[row], self.sizes[row] + begins * self.prompt_sizes[row]
-            if not pieces or cost + more > most or size + larger > self.limit:
-                pieces.append([])
-                cost, size = 0.0, 0
-                more, larger = self.own[row] + self.shared[row], self.sizes[row] + self.prompt_sizes[row]
-            pieces[-1].append(row)
-            cost, size, prompt = cost + more, size + larger, self.prompts[row]
+        cost, size = 0.0, 0
+        for row, whole, own, length, shared in self.rows:
+            if not pieces or cost + own > most or size + length - shared > self.limit:
+                pieces.append([row])
+                cost, size = whole, length
+            else:
+                pieces[-1].append(row)
+                cost, size = cost + own, size + length - shared
         return pieces
 
 
@@ -163,14 +178,14 @@ class RepeatedKeys:
         boundaries: [sequences + 1] int32; the last queries of a sequence are at its last keys.
         longest: of these sequences.
         first: [t] int64: the first key of each token.
-        prompts: of each repeated prompt its first token, its length, and where its keys begin each time.
+        copies: of repeated tokens that lie side by side the first, their number, and where their keys begin.
     """
 
     tokens: Tensor
     boundaries: Tensor
     longest: int
     first: Tensor
-    prompts: tuple[tuple[int, int, tuple[int, ...]], ...]
+    copies: tuple[tuple[int, int, int], ...]
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RepeatedKeys:
         """Return the same, its tensors as ``move`` makes them."""
@@ -188,8 +203,8 @@ class Packing:
         positions: [t] int64: place within the row.
         places: [n] int64: where each token of the rows stands, row after row.
         before: [n] int64: where the token before it stands.
-        first: [n] bool: it is none of a prompt that an earlier row has brought.
-        keys: None where no prompt is repeated.
+        first: [n] bool: it is none of a prefix that another row has brought.
+        keys: None where no prefix is repeated.
     """
 
     lengths: list[int]
@@ -205,65 +220,73 @@ class _Sequences:
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        self.offsets: list[int] = []  # of the first token, in its row
-        self.repeated: list[tuple[int, int]] = []  # first token and number of those whose keys come before their own
+        self.prefixes: list[list[_Span]] = []  # those whose keys come before its own
 
-    def add(self, length: int, offset: int = 0, prompt: int = 0) -> int:
-        """Lay a sequence, if it has tokens, that goes on from ``offset`` tokens laid at ``prompt``; return where."""
+    def add(self, length: int, prefix: list[_Span]) -> list[_Span]:
+        """Lay a sequence behind ``prefix``, if it has tokens; return where both are."""
+        if not length:
+            return prefix
         begin = sum(self.lengths)
-        if length:
-            self.lengths.append(length)
-            self.offsets.append(offset)
-            self.repeated.append((prompt, offset))
-        return begin
+        self.lengths.append(length)
+        self.prefixes.append(prefix)
+        return [*prefix, (begin, length)]
 
 
-def pack_with_shared_prompts(rows: Sequence[int], prompted: PromptedRows, alignment: int) -> Packing:
+def pack_with_shared_prefixes(rows: Sequence[int], prefixes: SharedPrefixes, alignment: int) -> Packing:
     """Return the packing of ``rows`` in a micro-batch that is padded to a multiple of ``alignment`` by a sequence of
     its own."""
-    index = torch.as_tensor(list(rows), dtype=torch.int64)
-    whole, of_prompts = prompted.lengths[index].tolist(), prompted.prompt_lengths[index].tolist()
-    together: dict[int, list[int]] = {}
-    for row, number in enumerate(prompted.prompts[index].tolist()):
-        together.setdefault(number, []).append(row)
-    sequences, places, firsts = _Sequences(), [index[:0]] * len(whole), [index[:0].bool()] * len(whole)
-    for members in together.values():
-        shared = of_prompts[members[0]] if len(members) > 1 else 0
-        prompt = sequences.add(shared)
-        for row in members:
-            rest = whole[row] - shared
-            begin = sequences.add(rest, shared, prompt)
-            places[row] = torch.cat([torch.arange(prompt, prompt + shared), torch.arange(begin, begin + rest)])
-            firsts[row] = torch.arange(whole[row]) >= (0 if row == members[0] else shared)
-    sequences.add(-sum(sequences.lengths) % alignment if sequences.lengths else alignment)
-    parts = zip(sequences.offsets, sequences.lengths, strict=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    sequences, laid = _Sequences(), list[_Span]()
+    of_rows: dict[int, tuple[Tensor, Tensor]] = {}
+    order, shared = prefixes.among(rows)
+    for row, common in zip(order.tolist(), shared.tolist(), strict=True):
+        length = int(prefixes.lengths[row])
+        laid = sequences.add(length - common, _first_tokens(laid, common))
+        of_rows[row] = _tokens(laid), torch.arange(length) >= common
+    places, firsts = [of_rows[row][0] for row in rows], [of_rows[row][1] for row in rows]
+    sequences.add(-sum(sequences.lengths) % alignment if sequences.lengths else alignment, [])
+    offsets = [sum(length for _, length in prefix) for prefix in sequences.prefixes]
+    parts = zip(offsets, sequences.lengths, strict=True)
     return Packing(
         lengths=sequences.lengths,
         positions=torch.cat([offset + torch.arange(length) for offset, length in parts]),
-        places=torch.cat([index[:0], *places]),
-        before=torch.cat([index[:0], *(torch.cat([row[:1] - 1, row[:-1]]) for row in places)]),
-        first=torch.cat([index[:0].bool(), *firsts]),
-        keys=_keys(sequences.lengths, sequences.repeated),
+        places=torch.cat([none, *places]),
+        before=torch.cat([none, *(torch.cat([row[:1] - 1, row[:-1]]) for row in places)]),
+        first=torch.cat([none.bool(), *firsts]),
+        keys=_keys(sequences) if any(offsets) else None,
     )
 
 
-def _keys(lengths: Sequence[int], spans: Sequence[tuple[int, int]]) -> RepeatedKeys | None:
-    """Return the keys of sequences of ``lengths`` queries that repeat tokens (begin, length) before their own."""
-    if not any(length for _, length in spans):
-        return None
-    of_keys = [own + repeated for own, (_, repeated) in zip(lengths, spans, strict=True)]
-    begins, of_sequences = (boundaries(torch.tensor(sizes)).tolist() for sizes in (lengths, of_keys))
-    tokens, first = [], []
-    copies: dict[tuple[int, int], list[int]] = {}
-    for (begin, end), (prompt, repeated), at in zip(pairwise(begins), spans, of_sequences, strict=False):
-        tokens += [torch.arange(prompt, prompt + repeated), torch.arange(begin, end)]
-        first.append(torch.arange(at + repeated, at + repeated + end - begin))
-        if repeated:
-            copies.setdefault((prompt, repeated), [of_sequences[begins.index(prompt)]]).append(at)
+def _first_tokens(spans: Sequence[_Span], count: int) -> list[_Span]:
+    """Return spans of the first ``count`` tokens of ``spans``."""
+    found = []
+    for begin, length in spans:
+        if count > 0:
+            found.append((begin, min(length, count)))
+            count -= length
+    return found
+
+
+def _tokens(spans: Sequence[_Span]) -> Tensor:
+    """Return [tokens] int64: where each token of ``spans`` is."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(at, at + size) for at, size in spans)])
+
+
+def _keys(sequences: _Sequences) -> RepeatedKeys:
+    """Return the keys of sequences, some of which repeat tokens before their own."""
+    tokens, first, copies, at, ends, begin = list[Tensor](), list[Tensor](), [], 0, [0], 0
+    for length, prefix in zip(sequences.lengths, sequences.prefixes, strict=True):
+        for token, count in prefix:
+            copies.append((token, count, at))
+            at += count
+        tokens.append(_tokens([*prefix, (begin, length)]))
+        first.append(torch.arange(at, at + length))
+        at, begin = at + length, begin + length
+        ends.append(at)
     return RepeatedKeys(
         tokens=torch.cat(tokens),
-        boundaries=torch.tensor(of_sequences, dtype=torch.int32),
-        longest=max(of_keys),
+        boundaries=torch.tensor(ends, dtype=torch.int32),
+        longest=max(map(len, tokens)),
         first=torch.cat(first),
-        prompts=tuple((begin, length, tuple(at)) for (begin, length), at in copies.items()),
+        copies=tuple(copies),
     )

@@ -14,7 +14,7 @@ import torch
 from rlhf_megatron.checkpoint.best_metric import BestMetric
 from rlhf_megatron.checkpoint.parts import TeamOwnedState
 from rlhf_megatron.data.row_numbers import RowNumbers
-from rlhf_megatron.data.shared_prompts import PromptedRows
+from rlhf_megatron.data.shared_prompts import SharedPrefixes
 from rlhf_megatron.data.stream import PromptStream
 from rlhf_megatron.models.flops import peak_flops, training_flops
 from rlhf_megatron.monitor.run_report import Report
@@ -208,7 +208,7 @@ def training_speed(recipe: Recipe, actor: PlacedRole, rows: RowNumbers, seconds:
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     if peak:
         outputs = int(rows.response_lengths.sum())
-        spared = PromptedRows.of_numbers(rows).repeated if recipe.actor.shared_prompts else ()
+        spared = SharedPrefixes.of_numbers(rows).repeated if recipe.actor.shared_prompts else ()
         flops = training_flops(
             actor.architecture, rows.lengths.tolist(), outputs, frozen=recipe.actor.lora is not None, spared=spared
         )

@@ -22,7 +22,7 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         expert_choices: [t, layers of this rank, chosen] of this rank's tokens, where routers replay them.
-        positions: [t] int64 of all tokens within their rows, where ``repeated`` are keys of a prompt.
+        positions: [t] int64 of all tokens within their rows, where ``repeated`` are keys of a prefix.
     """
 
     expert_choices: Tensor | None = None

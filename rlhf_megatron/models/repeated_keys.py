@@ -1,4 +1,4 @@
-"""Attention to a prompt that several rows share: its keys and values are repeated before those of each row.
+"""Attention to a prefix that several rows share: its keys and values are repeated before those of each row.
 
 One call of any attention over packed sequences does it, whose causal mask ends at the last key of each sequence.
 """
@@ -54,8 +54,7 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         keys = ctx.keys
-        own = gradient.index_select(0, keys.first)
-        for begin, length, copies in keys.prompts:
-            of_rows = torch.stack([gradient[copy : copy + length] for copy in copies])
-            own[begin : begin + length] = of_rows.sum(0, dtype=torch.promote_types(of_rows.dtype, torch.float32))
-        return own, None
+        sums = gradient.index_select(0, keys.first).to(torch.promote_types(gradient.dtype, torch.float32))
+        for token, count, copy in keys.copies:
+            sums[token : token + count] += gradient[copy : copy + count]
+        return sums.to(gradient.dtype), None

@@ -35,7 +35,7 @@ class Rotary:
         boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
         repeated = getattr(packed, "repeated", None)
         angles = _angles(table, int(packed.max_seqlen_q if repeated is None else repeated.longest))
-        if repeated is not None:  # a sequence begins where its prompt ends
+        if repeated is not None:  # a sequence begins where its prefix ends
             boundaries, angles = torch.stack([boundaries[0], boundaries[-1]]), angles[packed.positions]
         return rotate(values, boundaries, angles, group.size(), group.rank(), table.attention_factor, table.interleaved)
 

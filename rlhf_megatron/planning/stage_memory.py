@@ -106,7 +106,7 @@ def repeated_keys(recipe: Recipe, section: RoleSection, tokens: int) -> float:
     prompt = recipe.data.max_prompt_length
     response = max(1.0, (recipe.longest_sequence - prompt) / 2)
     rows = min(recipe.batch.rows_per_prompt, max(1.0, (tokens - prompt) / response))
-    return rows * prompt / (prompt + rows * response)
+    return (rows - 1) * prompt / (prompt + rows * response)
 
 
 def role_memory(recipe: Recipe, section: RoleSection, architecture: Architecture, gpus: int) -> list[StageMemory]:

@@ -206,7 +206,7 @@ class ActorSection(LearningRoleSection):
     kept_logits_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """For a micro-batch's logits (tokens x vocabulary / tensor, 2 bytes each in bfloat16); else computed twice."""
     shared_prompts: bool = False
-    """Compute a prompt once for its responses in a micro-batch; reference and critic too."""
+    """Compute a prefix that rows of a micro-batch share once; reference and critic too."""
     fp8: Fp8Recipe | None = None
     """Decoder layers in e4m3; dense models, Hopper GPUs (docs/rollout.md)."""
 

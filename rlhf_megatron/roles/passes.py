@@ -27,7 +27,7 @@ from rlhf_megatron.data.packing import (
     row_costs,
 )
 from rlhf_megatron.data.rollout_batch import RolloutBatch
-from rlhf_megatron.data.shared_prompts import PromptedRows
+from rlhf_megatron.data.shared_prompts import SharedPrefixes
 from rlhf_megatron.models import fp8
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import deterministic_kernels
@@ -55,7 +55,7 @@ class Passes:
     ) -> None:
         """Set up; ``chunks``: the model's pieces on this rank, one for each virtual pipeline stage.
         ``replayed_layers``: whose routers replay the batch's expert choices (``install_replay``). ``shares_prompts``: a
-        prompt is computed once for the rows of a micro-batch that begin with it (``install_shared_prompts``).
+        prefix that rows of a micro-batch share is computed once (``install_shared_prompts``).
         """
         assert not shares_prompts or layout.context == 1, "context parallelism would cut rows in the middle of a prompt"
         self._replayed_layers, self._shares_prompts = replayed_layers, shares_prompts
@@ -83,7 +83,7 @@ class Passes:
         """Run all micro-batches of ``batch`` through Megatron's schedule for the pipeline's depth.
 
         ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns ``imbalance``, the largest cost of a
-        data-parallel rank over the mean, and that of micro-batches; where prompts are shared, which fraction of the
+        data-parallel rank over the mean, and that of micro-batches; where prefixes are shared, which fraction of the
         rows' tokens that saves.
         """
         assert (self._architecture.head == "scalar") == isinstance(output, Scalars), "the model has another head"
@@ -92,12 +92,12 @@ class Passes:
         # The interleaved schedule deals micro-batches of one length out, as many at a time as there are stages.
         multiple = self._layout.pipeline if chunks > 1 else 1
         assert rows_together == 1 or not self._shares_prompts, "rows of a prompt are in no order of their own"
-        prompted = PromptedRows.of_batch(batch) if self._shares_prompts else None
-        own = self._plan(batch, budget, rows_together, multiple, prompted)
-        length = self._common_length(batch, own, prompted) if chunks > 1 else self._alignment
+        prefixes = SharedPrefixes.of_batch(batch) if self._shares_prompts else None
+        own = self._plan(batch, budget, rows_together, multiple, prefixes)
+        length = self._common_length(batch, own, prefixes) if chunks > 1 else self._alignment
         schedule = get_forward_backward_func(pp_size=self._layout.pipeline, vp_size=chunks if chunks > 1 else None)
         prepare = functools.partial(
-            self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length, prompted=prompted
+            self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length, prefixes=prefixes
         )
         iterators = [map(prepare, own) for _ in range(chunks)]
         step = functools.partial(self._forward_step, output=output, loss_of=loss_of, is_timed=not forward_only)
@@ -116,7 +116,7 @@ class Passes:
         if self._config.fp8:
             for chunk in self._chunks:
                 forget_quantized_weights(chunk)
-        return self._imbalance(batch, own, prompted)
+        return self._imbalance(batch, own, prefixes)
 
     def take_times_ms(self) -> tuple[float, float]:
         """Return this rank's milliseconds since the last call in the forward part of passes with gradients, and in
@@ -131,34 +131,39 @@ class Passes:
         return rows
 
     def _plan(
-        self, batch: RolloutBatch, budget: int, rows_together: int, multiple: int, prompted: PromptedRows | None = None
+        self,
+        batch: RolloutBatch,
+        budget: int,
+        rows_together: int,
+        multiple: int,
+        prefixes: SharedPrefixes | None = None,
     ) -> list[list[int]]:
         """Return the rows of each micro-batch, as many as those of every other data-parallel rank."""
 
         def plan_of(at_least: int) -> list[list[int]]:
-            if prompted is not None:
-                return prompted.plan(budget, multiple, self._attention_cost, at_least)
+            if prefixes is not None:
+                return prefixes.plan(budget, multiple, self._attention_cost, at_least)
             lengths = batch.lengths.tolist()
             return plan_micro_batches(lengths, budget, rows_together, multiple, self._attention_cost, at_least)
 
         return plan_for_all(plan_of, lambda count: int(self._over_shares([count], dist.ReduceOp.MAX)[0]))
 
     def _imbalance(
-        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prompted: PromptedRows | None
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prefixes: SharedPrefixes | None
     ) -> dict[str, float]:
-        if prompted is None:
+        if prefixes is None:
             costs = torch.from_numpy(row_costs(batch.lengths, self._attention_cost))
             of_micros, computed = [float(costs[list(rows)].sum()) for rows in micro_batches], len(batch.tokens)
         else:
-            of_micros = [prompted.cost(rows, self._attention_cost) for rows in micro_batches]
-            computed = sum(map(prompted.tokens, micro_batches))
+            of_micros = [prefixes.cost(rows, self._attention_cost) for rows in micro_batches]
+            computed = sum(map(prefixes.tokens, micro_batches))
         sums = [sum(of_micros), float(computed), float(len(batch.tokens))]
         total, computed_by_all, tokens = self._over_shares(sums, dist.ReduceOp.SUM)
         largest, largest_micro = self._over_shares([sum(of_micros), max(of_micros)], dist.ReduceOp.MAX)
         mean = max(total, 1.0) / self._layout.data
         found = {"imbalance": largest / mean, "imbalance_micro_batch": largest_micro / (mean / len(of_micros))}
         saved = {"shared_prompt_fraction": 1 - computed_by_all / max(tokens, 1.0)}
-        return found if prompted is None else found | saved
+        return found if prefixes is None else found | saved
 
     def _over_shares(self, values: Sequence[float], operation: Any) -> list[float]:
         """Return ``values`` reduced over the data-parallel ranks."""
@@ -169,12 +174,12 @@ class Passes:
         return result
 
     def _common_length(
-        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prompted: PromptedRows | None
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], prefixes: SharedPrefixes | None
     ) -> int:
         """Return a multiple of the alignment that the rows of every micro-batch fit into."""
         padded = -(-batch.lengths // self._row_alignment) * self._row_alignment
         longest = max(
-            int(padded[list(rows)].sum()) if prompted is None else prompted.tokens(rows) for rows in micro_batches
+            int(padded[list(rows)].sum()) if prefixes is None else prefixes.tokens(rows) for rows in micro_batches
         )
         return max(1, -(-longest // self._alignment)) * self._alignment
 
@@ -185,7 +190,7 @@ class Passes:
         fields: dict[str, Tensor],
         per_row: bool,
         alignment: int,
-        prompted: PromptedRows | None = None,
+        prefixes: SharedPrefixes | None = None,
     ) -> MicroBatch:
         """Return this rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
         whole = make_micro_batch(
@@ -198,7 +203,7 @@ class Passes:
             alignment=alignment,
             device=self._device,
             replayed_layers=self._replayed_layers,
-            prompted=prompted,
+            prefixes=prefixes,
         )
         return part_of(whole, self._layout.context, self._groups.cp.rank())
 

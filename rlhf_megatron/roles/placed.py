@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_megatron.data.packing import assign_rows
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.data.row_numbers import RowNumbers
-from rlhf_megatron.data.shared_prompts import PromptedRows
+from rlhf_megatron.data.shared_prompts import SharedPrefixes
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
 from rlhf_megatron.models.flops import attention_cost
@@ -155,10 +155,10 @@ class PlacedRole:
 
     def assign(self, numbers: RowNumbers, parts: Sequence[Tensor] | None = None) -> Tensor:
         """Do as ``assign_rows`` does, over the role's data-parallel ranks; where it shares prompts, as
-        ``PromptedRows``."""
+        ``SharedPrefixes``."""
         data, attention = self.layout.data, attention_cost(self.architecture)
         if self._shares_prompts:
-            return PromptedRows.of_numbers(numbers).assign(data, parts, attention)
+            return SharedPrefixes.of_numbers(numbers).assign(data, parts, attention)
         return assign_rows(numbers.lengths, data, parts, 1, attention)
 
     @property

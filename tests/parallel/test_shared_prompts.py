@@ -1,4 +1,4 @@
-"""A prompt once for the rows that begin with it, in several layouts, against transformers with each row by itself.
+"""Prefixes once for the rows that share them, in several layouts, against transformers with each row by itself.
 
 ``make test`` runs a sample of the cases, ``make grid`` the rest.
 """
@@ -53,9 +53,16 @@ GROUPS = [0, 1, 0, 2, 0, 1, 0]  # of the rows, which lie in no order; one is alo
 
 
 def grouped_rows() -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts and responses of rows of which some have one prompt."""
+    """Return prompts and responses of rows of which some have one prompt.
+
+    The third one's response begins as the first's does. Two more go on from within the first, as later rows of its
+    trajectory do: both from one place, of which the second shares what follows, too.
+    """
     prompts, responses = random_rows(len(GROUPS), VOCABULARY)
-    return [prompts[group] for group in GROUPS], responses
+    prompts = [prompts[group] for group in GROUPS]
+    responses[2] = [*responses[0][:2], *responses[2]]
+    later = [*prompts[0], *responses[0][:3], *prompts[3]]
+    return [*prompts, later, [*later, *responses[1]]], [*responses, responses[1], responses[5]]
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +152,11 @@ def test_replayed_experts_are_those_of_the_first_row(home: Path) -> None:
         experts: list[list[list[int]]] = torch.rand(tokens, 4, 4, generator=draw).argsort(-1)[..., :2].tolist()
         return experts
 
-    of_prompts = {group: chosen(len(prompt)) for group, prompt in zip(GROUPS, prompts, strict=True)}
-    choices = [of_prompts[group] + chosen(len(answer)) for group, answer in zip(GROUPS, responses, strict=True)]
+    of_prompts = {group: chosen(len(prompts[GROUPS.index(group)])) for group in (0, 1, 2)}
+    choices = []
+    for group, prompt, answer in zip([*GROUPS, 0, 0], prompts, responses, strict=True):
+        before = of_prompts[group]
+        choices.append(before + chosen(len(prompt) - len(before) + len(answer)))
     cases = {
         name: case(folder, {}, [prompts, responses], 70, choices=choices, shares_prompts=shares)
         for name, shares in (("shared", True), ("alone", False))

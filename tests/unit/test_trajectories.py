@@ -9,7 +9,7 @@ from rlhf_megatron.algorithms.advantage import OF_ROWS, outcomes, row_advantages
 from rlhf_megatron.algorithms.aggregation import row_weights
 from rlhf_megatron.data.rollout_batch import batch_from_rows
 from rlhf_megatron.data.row_numbers import RowNumbers, checked_numbers, from_table, numbers_of
-from rlhf_megatron.data.shared_prompts import PromptedRows
+from rlhf_megatron.data.shared_prompts import SharedPrefixes
 from rlhf_megatron.recipe import AlgorithmSection
 
 # Rows of trajectories 3, 3, 5, 7, 7, 7; two groups.
@@ -56,11 +56,14 @@ def test_a_trajectory_weighs_as_one_row_of_all_its_tokens(aggregation: str) -> N
     assert float((found * torch.tensor(LENGTHS)).sum()) == pytest.approx(float((wanted * torch.tensor(WHOLE)).sum()))
 
 
-def test_later_rows_of_a_trajectory_share_no_prompt_of_the_group() -> None:
-    rows = PromptedRows.of_numbers(numbers())
-    assert rows.prompts.tolist() == [0, 2, 0, 1, 3, 4, 1]
+def test_rows_of_a_trajectory_follow_each_other_and_its_first_shares_the_prompt_of_the_group() -> None:
+    rows = SharedPrefixes.of_numbers(numbers().select(torch.tensor([5, 2, 6, 0, 3, 1, 4])))
+    assert rows.order.tolist() == [3, 5, 1, 0, 4, 6, 2], "by groups, then by trajectories"
+    assert rows.shared.tolist() == [0, 1, 1, 0, 0, 0, 0], "numbers do not say what later rows share"
     assert rows.repeated == [1, 1] and rows.tokens(range(7)) == sum(LENGTHS) + 5
-    assert PromptedRows.of_numbers(merged()).prompts.tolist() == [0, 0, 1, 1]
+    assert SharedPrefixes.of_numbers(merged()).shared.tolist() == [0, 1, 0, 1]
+    none = SharedPrefixes.of_numbers(numbers().select(torch.tensor([], dtype=torch.int64)))
+    assert none.repeated == [] and none.assign(2).tolist() == []
 
 
 def test_trajectories_go_with_their_rows() -> None:
