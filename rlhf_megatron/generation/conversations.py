@@ -26,7 +26,7 @@ from rlhf_megatron.generation.journal import JournaledCall, is_failed
 from rlhf_megatron.generation.partners import Partner, ToolCalls, Trajectory, why_failed
 from rlhf_megatron.generation.prompt_groups import Group, turns_of_model
 from rlhf_megatron.generation.tool_turns import ToolTurns
-from rlhf_megatron.recipe import RolloutRecipe
+from rlhf_megatron.recipe import MultiTurnSection, RolloutRecipe
 from rlhf_megatron.rewards.answers import Message, Outcome
 from rlhf_megatron.rewards.user_environment import LENGTH, TURNS
 from rlhf_megatron.rollout.engine import Completion, EnvironmentReply
@@ -79,6 +79,7 @@ class Conversations:
     def __init__(
         self,
         recipe: RolloutRecipe,
+        section: MultiTurnSection,
         partner: Partner | None,
         groups: Sequence[Group],
         responses_per_prompt: int,
@@ -86,14 +87,13 @@ class Conversations:
         seed_of: Callable[[int], int],
         journal: JournaledCall | None = None,
     ) -> None:
-        """Set up; row ``i * responses + k`` is response k to the prompt of group i. ``partner`` is on the rank that
-        leads. ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
+        """Set up; row ``i * responses + k`` is response k to the prompt of group i. ``section``: the recipe's
+        rollout.multi_turn. ``partner`` is on the rank that leads. ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
         ``journal``: has what there is of rows already, and gets their turns.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends.
         """
-        assert recipe.rollout.multi_turn is not None
-        self._section, self._partner, self._tokenizer = recipe.rollout.multi_turn, partner, tokenizer
+        self._section, self._partner, self._tokenizer = section, partner, tokenizer
         self._groups, self._responses, self._seed_of = groups, responses_per_prompt, seed_of
         self._most_prompt_tokens = recipe.data.max_prompt_length
         self.repeatable, self.opens = recipe.rollout_repeats, recipe.has_environment
@@ -345,7 +345,8 @@ def conversations_of(
     if recipe.rollout.agent is not None:
         program = partner if isinstance(partner, AgentProgram) else None
         return AgentTurns(recipe, program, groups, responses_per_prompt, tokenizer, seed_of, journal)
-    if recipe.rollout.multi_turn is None:
+    section = recipe.rollout.multi_turn
+    if section is None:
         return None
     assert not isinstance(partner, AgentProgram)
-    return Conversations(recipe, partner, groups, responses_per_prompt, tokenizer, seed_of, journal)
+    return Conversations(recipe, section, partner, groups, responses_per_prompt, tokenizer, seed_of, journal)

@@ -208,23 +208,23 @@ def with_tools(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
     """Return a recipe's tokenizer with the tools of ``rollout.multi_turn.tools`` for its chat template; collective over
     the world, of which the first rank asks functions and servers. Raises RolloutError where they cannot be described.
     """
-    if not recipe.has_tools:
+    section = recipe.rollout.multi_turn
+    if section is None or not section.tools:
         return tokenizer
     from torch import distributed
 
     if not distributed.is_initialized():
-        return described(tokenizer, recipe)
+        return described(tokenizer, section)
     tools: list[dict[str, Any]] = []
     with refused_by_all():
         if distributed.get_rank() == 0:
-            tools = described(tokenizer, recipe).tools
+            tools = described(tokenizer, section).tools
     return tokenizer.with_template_names(tools=from_rank(tools))
 
 
-def described(tokenizer: Tokenizer, recipe: RolloutRecipe) -> Tokenizer:
-    """Return a tokenizer whose template describes the recipe's tools; see ``with_tools``."""
-    assert recipe.rollout.multi_turn is not None
-    with contextlib.closing(TurnTools(recipe.rollout.multi_turn, describes=True)) as partner:
+def described(tokenizer: Tokenizer, section: MultiTurnSection) -> Tokenizer:
+    """Return a tokenizer whose template describes the tools of a recipe's section; see ``with_tools``."""
+    with contextlib.closing(TurnTools(section, describes=True)) as partner:
         tools = partner.describe()
     if not tools:
         raise RolloutError("rollout.multi_turn.tools: the servers list no tools")

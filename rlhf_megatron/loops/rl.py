@@ -159,7 +159,7 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
     if recipe.reward_model:
         scoring_models["reward_model"] = run.roles.build_reward_model(recipe.reward_model, run.tokenizer)
     if recipe.judge:  # before the policy's engine, which takes a share of what is left
-        ranks = judge_ranks(recipe, context.world_size)
+        ranks = judge_ranks(recipe, recipe.judge, context.world_size)
         of_judge = replica_among(ranks, recipe.judge.layout.tensor, context.rank)
         progress = functools.partial(context.progress, "score")
         with context.phase("judge"):

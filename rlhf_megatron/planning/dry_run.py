@@ -119,7 +119,7 @@ def _layout_lines(recipe: Recipe, architectures: Mapping[str, Architecture], wor
 
 
 def _judge_line(recipe: RLRecipe, section: JudgeSection, world_size: int) -> str:
-    tensor, ranks = section.layout.tensor, judge_ranks(recipe, world_size)
+    tensor, ranks = section.layout.tensor, judge_ranks(recipe, section, world_size)
     where = f"{section.ranks} (counted from 0 below)" if section.ranks else "the rollout's ranks"
     return f"judge: {_count(len(ranks) // tensor, 'replica')} of tensor {tensor}, on {where}"
 

@@ -166,7 +166,7 @@ def _judge_memory(
     recipe: RLRecipe, section: JudgeSection, architecture: Architecture | None, world_size: int
 ) -> RolloutMemory:
     tensor, cache = section.layout.tensor, section.kv_cache_gb
-    replicas = len(judge_ranks(recipe, world_size)) // tensor
+    replicas = len(judge_ranks(recipe, section, world_size)) // tensor
     if architecture is None:
         return RolloutMemory(replicas, 0.0, 0.0, cache, cache + ROLLOUT_ACTIVATIONS_GB, 0, 0)
     size = ELEMENT_BYTES[section.dtype or recipe.model.dtype]

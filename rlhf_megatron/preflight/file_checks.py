@@ -38,7 +38,7 @@ from rlhf_megatron.planning.memory import checkpoint_bytes, export_bytes
 from rlhf_megatron.planning.model_folders import has_config, planned_architectures, planning_folder
 from rlhf_megatron.preflight import machine
 from rlhf_megatron.preflight.check import Check, run_check
-from rlhf_megatron.recipe import Recipe, RLRecipe
+from rlhf_megatron.recipe import MultiTurnSection, Recipe, RLRecipe
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.sandbox.probe import probe
 from rlhf_megatron.rewards.score import Scorer
@@ -216,8 +216,9 @@ def turns_check(recipe: Recipe) -> list[Check]:
     if partner is None or not isinstance(recipe, RLRecipe):
         return []
     tokenizer = recipe_tokenizer(recipe)
-    if isinstance(partner, TurnTools):
-        return [_tools_check(recipe, partner, tokenizer)]
+    turns = recipe.rollout.multi_turn
+    if turns is not None and isinstance(partner, TurnTools):
+        return [_tools_check(turns, partner, tokenizer)]
     if isinstance(partner, AgentProgram):
         try:
             AgentTurns(recipe, partner, [], 1, tokenizer, int)
@@ -254,11 +255,10 @@ def turns_check(recipe: Recipe) -> list[Check]:
     return [Check("turns", "ok", seen)]
 
 
-def _tools_check(recipe: RLRecipe, partner: TurnTools, tokenizer: Tokenizer) -> Check:
+def _tools_check(section: MultiTurnSection, partner: TurnTools, tokenizer: Tokenizer) -> Check:
     """Have the tools described to the model, and their calls' parser loaded; raises RolloutError where that fails."""
     partner.close()
-    assert recipe.rollout.multi_turn is not None
-    tools = ToolTurns(recipe.rollout.multi_turn, described(tokenizer, recipe), leads=True).tools
+    tools = ToolTurns(section, described(tokenizer, section), leads=True).tools
     return Check("turns", "ok", f"the model is told of {', '.join(tools)}; none was called")
 
 

@@ -28,7 +28,7 @@ from rlhf_megatron.hub import (
     folder_of,
     is_hub_name,
 )
-from rlhf_megatron.recipe.section import Section
+from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.slurm import NetworkRetrySection
 from rlhf_megatron.untrusted import parse_json, read_text, reason_of, shown
 
@@ -45,7 +45,7 @@ _FOLDERS = (
     ("judge", "path"),
     ("judge", "tokenizer"),
 )
-_Recipe = TypeVar("_Recipe", bound=Section)
+_Recipe = TypeVar("_Recipe", bound=Recipe)
 
 
 class _Place(NamedTuple):
@@ -68,22 +68,20 @@ def with_folders(recipe: _Recipe, weights: bool, commits: Mapping[str, str] | No
         RecipeError: a revision is given for a folder.
         HubError: see ``folder_of``.
     """
-    model: Any = getattr(recipe, "model")  # noqa: B009  # of every recipe, which Section does not say
-    patterns = [*DESCRIPTION, *(CODE if model.trust_remote_code else ())]
+    patterns = [*DESCRIPTION, *(CODE if recipe.model.trust_remote_code else ())]
     values: dict[str, dict[str, Any]] = {}
     for section, key, repository in _places(recipe):
         commit = (commits or {}).get(repository.text) or commit_of(repository)
-        with_weights = weights and key == "path" and not model.random_weights
+        with_weights = weights and key == "path" and not recipe.model.random_weights
         folder = folder_of(repository, commit, [*patterns, *(WEIGHTS if with_weights else ())])
         values.setdefault(section, {})[key] = str(folder)
-    sections = {name: getattr(recipe, name).model_copy(update=given) for name, given in values.items()}
-    return recipe.model_copy(update=sections)
+    sections = dict(recipe)
+    return recipe.model_copy(update={name: sections[name].model_copy(update=given) for name, given in values.items()})
 
 
 def planned(recipe: _Recipe) -> _Recipe:
     """Return the recipe for a plan, which needs configurations alone, and none from the hub where model.config is."""
-    model: Any = getattr(recipe, "model")  # noqa: B009
-    return recipe if model.config is not None else with_folders(recipe, weights=False)
+    return recipe if recipe.model.config is not None else with_folders(recipe, weights=False)
 
 
 def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -> _Recipe:
@@ -107,8 +105,7 @@ def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -
         found = {each.repository.text: known.get(each.repository.text) or commit_of(each.repository) for each in places}
         return with_folders(recipe, True, _record(run, found))
 
-    retry: Any = getattr(recipe, "retry")  # noqa: B009
-    return _patiently(fetch, retry.network)
+    return _patiently(fetch, recipe.retry.network)
 
 
 def _patiently(work: Callable[[], _Recipe], section: NetworkRetrySection) -> _Recipe:
@@ -160,12 +157,12 @@ def _record(run: Path, commits: Commits) -> Commits:
         own.unlink(missing_ok=True)
 
 
-def _places(recipe: Section) -> Iterator[_Place]:
+def _places(recipe: Recipe) -> Iterator[_Place]:
     """Yield the keys of a recipe that have names; raises RecipeError for a revision of what is none."""
+    sections = dict(recipe)
     for name, key in _FOLDERS:
-        section: Any = getattr(recipe, name, None)
-        value = getattr(section, key, None)
-        revision = getattr(section, "revision", None) if key == "path" else None
+        values = dict(sections.get(name) or ())
+        value, revision = values.get(key), values.get("revision") if key == "path" else None
         if value is not None and is_hub_name(value):
             yield _Place(name, key, Repository(value, revision or DEFAULT_REVISION, f"{name}.{key}"))
         elif revision is not None:

@@ -21,7 +21,13 @@ from rlhf_megatron.recipe.operations import (
     EvaluationSection,
     MonitorSection,
 )
-from rlhf_megatron.recipe.role_sections import ActorSection, RewardModelSection, RoleSection
+from rlhf_megatron.recipe.role_sections import (
+    ActorSection,
+    CriticSection,
+    FrozenRoleSection,
+    RewardModelSection,
+    RoleSection,
+)
 from rlhf_megatron.recipe.section import Section, make_all
 from rlhf_megatron.recipe.slurm import RetrySection, SlurmSection
 from rlhf_megatron.untrusted import shown
@@ -218,8 +224,9 @@ class Recipe(Section):
 
     def dtype_of(self, section: RoleSection) -> str:
         """Return the type that the role of ``section`` computes in."""
-        own: str | None = getattr(section, "dtype", None)
-        return own or self.model.dtype
+        if isinstance(section, FrozenRoleSection | CriticSection | RewardModelSection) and section.dtype:
+            return section.dtype
+        return self.model.dtype
 
     @property
     def learning_steps(self) -> int:

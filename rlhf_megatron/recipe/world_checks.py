@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
@@ -28,15 +29,13 @@ def rollout_ranks(recipe: RolloutRecipe, world_size: int) -> list[int]:
     return ranks_of("rollout.ranks", recipe.rollout.ranks, world_size, recipe.cluster.gpus_per_node)
 
 
-def judge_ranks(recipe: RLRecipe, world_size: int) -> list[int]:
+def judge_ranks(recipe: RLRecipe, judge: JudgeSection, world_size: int) -> list[int]:
     """Return the rising global ranks of the judge, the rollout's unless it has its own; raises as ``role_ranks``."""
-    assert recipe.judge is not None
-    return ranks_of("judge.ranks", _ranks_of_judge(recipe), world_size, recipe.cluster.gpus_per_node)
+    return ranks_of("judge.ranks", _ranks_of_judge(recipe, judge), world_size, recipe.cluster.gpus_per_node)
 
 
-def _ranks_of_judge(recipe: RLRecipe) -> str:
-    own = recipe.judge.ranks if recipe.judge else None
-    return recipe.rollout.ranks if own is None else own
+def _ranks_of_judge(recipe: RLRecipe, judge: JudgeSection) -> str:
+    return recipe.rollout.ranks if judge.ranks is None else judge.ranks
 
 
 def give_way(recipe: RLRecipe, ranks: Sequence[int], world_size: int) -> bool:
@@ -51,7 +50,7 @@ def roles_together(recipe: Recipe, world_size: int) -> frozenset[frozenset[str]]
     if isinstance(recipe, RLRecipe):
         texts["rollout"] = recipe.rollout.ranks
         if recipe.judge:
-            texts["judge"] = _ranks_of_judge(recipe)
+            texts["judge"] = _ranks_of_judge(recipe, recipe.judge)
     return _roles_together(tuple(texts.items()), world_size, recipe.cluster.gpus_per_node)
 
 
@@ -115,7 +114,7 @@ def _check_judge(recipe: RLRecipe, world_size: int, generating: Sequence[int]) -
     groups are a process's."""
     if recipe.judge is None:
         return
-    layout, ranks = recipe.judge.layout, judge_ranks(recipe, world_size)
+    layout, ranks = recipe.judge.layout, judge_ranks(recipe, recipe.judge, world_size)
     if recipe.judge.sleep and not give_way(recipe, ranks, world_size):
         raise RecipeError("judge.sleep: no role has the judge's GPUs in turn with it; leave it out")
     _check_fill("judge.layout", {"tensor": layout.tensor, "data": layout.data}, len(ranks))
@@ -152,7 +151,8 @@ def _check_teams(recipe: RLRecipe, world_size: int, generating: set[int]) -> Non
     placed = {name: set(role_ranks(recipe, name, world_size)) for name in recipe.roles_made}
     texts = {name: section.ranks for name, section in recipe.roles_made.items()}
     if recipe.judge:
-        placed["judge"], texts["judge"] = set(judge_ranks(recipe, world_size)), _ranks_of_judge(recipe)
+        placed["judge"] = set(judge_ranks(recipe, recipe.judge, world_size))
+        texts["judge"] = _ranks_of_judge(recipe, recipe.judge)
     idle = set(range(world_size)).difference(generating, *placed.values())
     if idle:
         raise RecipeError(

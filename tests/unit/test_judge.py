@@ -122,7 +122,7 @@ AHEAD = ("actor.ranks=0-3", "reference.ranks=0-3", "rollout.steps_ahead=1", "alg
 def test_it_is_beside_the_rollout_or_on_ranks_of_its_own(overrides: list[str], ranks: list[int]) -> None:
     recipe = rl_recipe("rollout.layout.tensor=1", *overrides)
     check_world(recipe, 8)
-    assert judge_ranks(recipe, 8) == list(ranks)
+    assert judge_ranks(recipe, recipe.judge, 8) == list(ranks)
 
 
 @pytest.mark.parametrize(

