@@ -42,7 +42,7 @@ def main() -> int:
         "--resume",
         default="auto",
         metavar="auto|none|PATH",
-        help="go on from the run's newest sound checkpoint if it has one (auto), start anew, or from a given one",
+        help="resume from the run's newest sound checkpoint if it has one (auto), start anew, or from a given one",
     )
     parser.add_argument("--preflight", action="store_true", help="check machines, files and rewards before training")
     parser.add_argument("--world", help="with --dry-run: the number of GPUs to plan for")

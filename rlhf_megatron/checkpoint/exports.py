@@ -89,7 +89,7 @@ class Exports:
                 shutil.rmtree(parts, ignore_errors=True)
             raise NotFiniteError(
                 f"step {step}: the actor is not finite, and not exported: {error}; lower "
-                "actor.optimizer.learning_rate, and go on from an older checkpoint"
+                "actor.optimizer.learning_rate, and resume from an older checkpoint"
             ) from error
         return None
 
@@ -111,7 +111,7 @@ class Exports:
         Raises UserError on all ranks where what was asked for could not be written.
         """
         section, last = self._recipe.checkpoint, self._recipe.steps
-        goes_on = f"make room, and the same command goes on from {beginning(saved)}"
+        goes_on = f"make room, and the same command resumes from {beginning(saved)}"
         with self._context.phase("export"):
             if section.export_at_end:
                 return self._write_with_patience(last, _PAUSES if saved != last else (), goes_on)

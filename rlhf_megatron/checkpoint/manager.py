@@ -244,7 +244,7 @@ class Checkpoints:
             if problem:
                 raise NotFiniteError(
                     f"step {step}: {name} is not finite, and not saved: {problem}; lower "
-                    f"{name}.optimizer.learning_rate, and the same command goes on from {beginning(self.saved)}"
+                    f"{name}.optimizer.learning_rate, and the same command resumes from {beginning(self.saved)}"
                 )
 
     def _begin(self, step: int, metric_value: float | None) -> None:
@@ -324,7 +324,7 @@ class _TimeLimit:
 
 
 def _look(folder: Path, resume: str, problems: list[str]) -> tuple[list[Path], str | None]:
-    """Return (the checkpoints of ``folder`` that may be gone on from, why there can be none), on rank 0; what is passed
+    """Return (the checkpoints of ``folder`` that may be resumed from, why there can be none), on rank 0; what is passed
     over is added to ``problems``."""
     try:
         tidy(folder)

@@ -173,7 +173,7 @@ class PromptStream:
             if sum(checked["positions"]) < checked["drawn"] + checked["left_out"]:
                 raise ValueError("more prompts than rows")
         except ValueError as error:  # and pydantic's
-            raise CheckpointError("the saved position in the data is damaged; go on from another checkpoint") from error
+            raise CheckpointError("the saved position in the data is damaged; resume from another one") from error
         order = state.get("order")
         for name, now in self._description.items():
             saved = order.get(name) if isinstance(order, dict) else None

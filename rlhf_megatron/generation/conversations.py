@@ -87,9 +87,9 @@ class Conversations:
         seed_of: Callable[[int], int],
         journal: JournaledCall | None = None,
     ) -> None:
-        """Set up; row ``i * responses + k`` is response k to the prompt of group i. ``section``: the recipe's
-        rollout.multi_turn. ``partner`` is on the rank that leads. ``seed_of``: a row's; an environment gets that of the group's first, so that all of a group begin alike.
-        ``journal``: has what there is of rows already, and gets their turns.
+        """Set up; row ``i * responses + k`` is response k to the prompt of group i. ``section``: rollout.multi_turn.
+        ``partner`` is on the rank that leads. ``seed_of``: a row's; an environment gets that of the group's first, so
+        that all of a group begin alike. ``journal``: has what there is of rows already, and gets their turns.
 
         Raises RolloutError where the chat template does not say where a turn of the model's ends.
         """

@@ -201,7 +201,7 @@ def _train(recipe: Recipe, resume: str, recovery: RecoveryLog, data_skips: dict[
         if is_saved and run.context.rank == 0:
             recovery.ask_for_requeue(stop.step, stop.why)
         start = "there" if is_saved else beginning(stop.saved)
-        run.context.say(f"{stop}; the same command goes on from {start}")
+        run.context.say(f"{stop}; the same command resumes from {start}")
         run.close()
         return _status_of_stop(is_saved)
     except BaseException:

@@ -104,7 +104,7 @@ class TrainingRun(Generic[RecipeT]):
         if self.checkpoint is not None:
             with context.phase("resume"):
                 restored = checkpoints.restore_one_of(self.checkpoints, self.checkpoint, self.recorder.recipe_changes)
-            context.say(f"going on from {restored}, after step {step_of(restored)}")
+            context.say(f"resuming from {restored}, after step {step_of(restored)}")
             if not self.steps_after(checkpoints.saved):
                 context.say(f"no step is left: {how_to_go_on(self.recipe)}")
         elif context.rank == 0:

@@ -82,7 +82,7 @@ class Console:
             self._print_plain(step, metrics)
 
     def earlier(self, steps: Mapping[int, Metrics]) -> None:
-        """Show the last steps of attempts before, rising, which a run that resumes goes on from."""
+        """Show the last steps of attempts before, rising, which a resumed run continues."""
         for metrics in steps.values():
             self._add_to_curve(metrics)
         last = list(steps.items())[-VISIBLE_ROWS:]

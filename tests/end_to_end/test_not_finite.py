@@ -90,7 +90,7 @@ def test_a_run_that_diverges_ends_and_its_good_checkpoint_stays(
     )
     line = finished.only_error().removeprefix("[rank 1] ")
     assert line.startswith("error: step 3: actor is not finite, and not saved: ")
-    assert line.endswith("; lower actor.optimizer.learning_rate, and the same command goes on from step 2")
+    assert line.endswith("; lower actor.optimizer.learning_rate, and the same command resumes from step 2")
     assert "on ranks 0-1" in line
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-2"]
     assert (checkpoints / "latest").read_text() == "step-2\n"
@@ -105,7 +105,7 @@ def test_a_run_without_checkpoints_does_not_end_well_with_weights_that_are_not_f
 ) -> None:
     finished = train("steps=1", "checkpoint.save_interval=0", fault="overflow@update:1")
     line = finished.only_error()
-    assert "step 1: actor is not finite" in line and line.endswith("goes on from the beginning")
+    assert "step 1: actor is not finite" in line and line.endswith("resumes from the beginning")
 
 
 def test_an_export_that_would_not_be_finite_leaves_the_older_one(
@@ -158,7 +158,7 @@ def test_a_run_passes_over_a_checkpoint_that_is_not_finite(folder: Path, checkpo
     assert "warning: runs/spoiled/checkpoints/step-2: actor is not finite: " in out
     assert f"{NORM} (1 nan of 64) on ranks 0-1" in out
     assert out.count("this checkpoint is passed over") == 1
-    assert "going on from runs/spoiled/checkpoints/step-1, after step 1" in out
+    assert "resuming from runs/spoiled/checkpoints/step-1, after step 1" in out
     again, whole = read_manifest(checkpoint), read_manifest(checkpoint.with_name("sound") / "step-2")
     assert again.files == whole.files, "nothing of it is left, to the last bit"
 

@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(
     finished = train("name=killed", f"actor.offload={everything}", "reference.offload={parameters: true}")
     before = f"step-{int(newest.name[-1]) - 1}"
     assert f"{newest}/rank-00001.safetensors: has ".removeprefix(f"{folder}/") in finished.out
-    assert f"going on from runs/killed/checkpoints/{before}, after step {before[-1]}" in finished.out
+    assert f"resuming from runs/killed/checkpoints/{before}, after step {before[-1]}" in finished.out
     assert metrics_of(run) == whole
     assert "\n  actor.offload.streamed_optimizer: 0.0 -> 0.5\n" in finished.out
     resumed = next(line for line in decisions(run) if line["what"] == "resume")

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for overrides in ([f"steps={SAVED}"], ["actor.layout={pipeline: 2}"]):
         with torchrun(2, TRAIN, "recipe.yaml", *overrides, folder=folder) as command:
             finished = command.finish().check()
-    assert "held-out accuracy" in finished.out and "going on from" in finished.out
+    assert "held-out accuracy" in finished.out and "resuming from" in finished.out
     with torchrun(2, TRAIN, "recipe.yaml", *overrides, folder=folder) as command:
         assert command.finish().check().out.startswith(f"runs/judge: all {STEPS} steps are done, and nothing is left")
     return folder

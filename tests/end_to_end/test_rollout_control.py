@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_with_the_groups_that_wait(folder: Path, replicas: 
         command.rank(1).kill()
         assert command.finish().status != 0
     with torchrun(2, TRAIN, *recipe, f"name={killed.name}", folder=folder) as command:
-        assert f"going on from runs/{killed.name}/checkpoints/step-" in command.finish().check().out
+        assert f"resuming from runs/{killed.name}/checkpoints/step-" in command.finish().check().out
     assert metrics_of(killed) == metrics
     one, other = (load_file(run / "export/step-4/model.safetensors") for run in (whole, killed))
     assert all((one[name] == other[name]).all() for name in one)

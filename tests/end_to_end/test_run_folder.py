@@ -56,7 +56,7 @@ def test_a_stop_that_could_not_be_saved_is_not_taken_for_one_that_was(
     start, stop = decisions(run)  # torchrun has started the ranks again, and they have ended at once
     assert (start["what"], stop["what"], stop["saved"]) == ("start", "stop", False)
     assert f"warning: step-{stop['step']} was not saved: rank 0: " in stopped.out
-    ends = f"stopped after step {stop['step']}: SIGTERM came; the same command goes on from step "
+    ends = f"stopped after step {stop['step']}: SIGTERM came; the same command resumes from step "
     assert ends in stopped.out
     saved = int(stopped.out.partition(ends)[2].split()[0])
     assert saved in (2, 4)  # that of step 4 may still have been on its way
@@ -74,7 +74,7 @@ def test_an_end_that_could_not_be_saved_is_a_fault(folder: Path, full_disk: None
     run = folder / "runs" / "unsaved_end"
     with train(folder, "unsaved_end", "checkpoint.save_interval=3", "steps=6") as command:
         error = command.finish().only_error()
-    told, _, begins = error.partition("step 6 could not be saved; make room, and the same command goes on from ")
+    told, _, begins = error.partition("step 6 could not be saved; make room, and the same command resumes from ")
     assert told.endswith("runs/unsaved_end/checkpoints: ")
     assert begins in ("step 3", "the beginning")  # that of step 3 may still have been on its way
     assert [line["what"] for line in decisions(run)] == ["start", "fault"]
@@ -121,7 +121,7 @@ def test_an_export_that_fails_beside_a_checkpoint_is_made_by_the_next_attempt(
     exports = ("checkpoint.save_interval=3", "checkpoint.export_at_end=true")
     with train(folder, "again", "steps=6", *exports, restarts=1) as command:
         finished = command.finish().check()
-    assert "the last step was not exported: " in finished.err and "goes on from step 6" in finished.err
+    assert "the last step was not exported: " in finished.err and "resumes from step 6" in finished.err
     assert f"no step is left: {MORE}" in finished.out
     told = [(line["what"], line["step"]) for line in decisions(run)]
     assert told == [("start", 0), ("fault", None), ("restart", 6), ("resume", 6), ("done", 6)]

@@ -51,7 +51,7 @@ def test_a_run_that_is_stopped_killed_and_stopped_gives_the_numbers_of_one_that_
     assert (start["what"], start["step"], stop["what"], stop["why"]) == ("start", 0, "stop", "SIGTERM came")
     first = stop["step"]
     assert 3 < first < STEPS and logged(run) == first
-    assert f"stopped after step {first}: SIGTERM came; the same command goes on from there" in stopped.out
+    assert f"stopped after step {first}: SIGTERM came; the same command resumes from there" in stopped.out
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["latest", f"step-{first}"]
     assert json.loads((run / "requeue").read_text())["step"] == first
 

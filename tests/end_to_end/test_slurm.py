@@ -114,7 +114,7 @@ def test_a_job_that_is_warned_preempted_and_loses_a_rank_ends_as_if_nothing_had_
     for name in attempts:
         assert sorted(path.name for path in (logs / name).iterdir()) == ["rank-0.log", "rank-1.log"]
     assert (logs / "latest").resolve() == logs / "attempt-3"
-    assert "going on from runs/job/checkpoints/" in (logs / "latest" / "rank-0.log").read_text()
+    assert "resuming from runs/job/checkpoints/" in (logs / "latest" / "rank-0.log").read_text()
 
 
 def test_the_runs_of_a_sweep_share_the_machine_and_are_cancelled_for_good(folder: Path, slurm: Cluster) -> None:

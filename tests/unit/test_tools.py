@@ -174,9 +174,16 @@ class Played:
         self.partner = make_partner(recipe, leads=True)
         messages = ({"role": "user", "content": "Go."},)
         group = Group(Prompt(0, "x", tuple(self.tokenizer.encode_chat(messages)), "", {}, messages))
+        assert recipe.rollout.multi_turn is not None
         self.conversations = Conversations(
-            recipe, recipe.rollout.multi_turn, self.partner, [group], 2, self.tokenizer, lambda row: row
-        )  # type: ignore[arg-type]
+            recipe,
+            recipe.rollout.multi_turn,
+            self.partner,  # type: ignore[arg-type]
+            [group],
+            2,
+            self.tokenizer,
+            lambda row: row,
+        )
         self.completions = [Completion(row, [], [], "stop", []) for row in range(2)]
 
     def says(self, text: str, row: int = 0, end: str = END) -> EnvironmentReply:

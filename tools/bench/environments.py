@@ -193,7 +193,9 @@ def turns_of(
                 return reply
             return reply._replace(max_tokens=lengths[completion.row_id][completion.turns])
 
-    return GivenTurns(recipe, partner, groups, RESPONSES, tokenizer, lambda row: row)
+    section = recipe.rollout.multi_turn
+    assert section is not None, "of a recipe of this file"
+    return GivenTurns(recipe, section, partner, groups, RESPONSES, tokenizer, lambda row: row)
 
 
 class Measuring:

@@ -3,7 +3,7 @@
     python tools/bench/restart.py 7B --gpus 8 [--output docs/results/restart.json]
 
 The run saves after step 2, which the next step's end publishes; a rank is killed as the update of step 4 begins, the
-launcher starts all of them again, and the run goes on from step 2. Counted are the seconds from the kill to the end of
+launcher starts all of them again, and the run resumes from step 2. Counted are the seconds from the kill to the end of
 step 3, the first that is repeated, and those of this step alone.
 """
 
