@@ -33,14 +33,14 @@ def _add_gradient(  # type: ignore[no-untyped-def] # Triton looks names of annot
     product = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(begin, end, TOKENS):
         token = first + tl.arange(0, TOKENS)
-        there, place = token < end, token.to(tl.int64)
+        there, position = token < end, token.to(tl.int64)
         gradient = tl.load(
-            gradients + place[None, :] * gradient_stride + row[:, None],
+            gradients + position[None, :] * gradient_stride + row[:, None],
             mask=(row < rows)[:, None] & there[None, :],
             other=0.0,
         )
         values = tl.load(
-            inputs + place[:, None] * input_stride + column[None, :],
+            inputs + position[:, None] * input_stride + column[None, :],
             mask=there[:, None] & (column < columns)[None, :],
             other=0.0,
         )

@@ -102,12 +102,12 @@ def folder_of(repository: Repository, commit: str, patterns: Sequence[str], left
     Raises HubError: see ``commit_of``; or the disk is full, or the hub ends the connection more than a few times.
     """
     fixed = repository._replace(revision=commit)
-    found = _complete(fixed, patterns, left_out)
-    if found is None:
+    folder = _complete(fixed, patterns, left_out)
+    if folder is None:
         with _told(repository), _lock(fixed):
-            found = _complete(fixed, patterns, left_out) or _download(fixed, patterns, left_out)
-    _note_revision(Path(found), repository.revision)
-    return Path(found)
+            folder = _complete(fixed, patterns, left_out) or _download(fixed, patterns, left_out)
+    _note_revision(Path(folder), repository.revision)
+    return Path(folder)
 
 
 def local_folder(text: str, key: str, revision: str | None = None, patterns: Sequence[str] = DESCRIPTION) -> str:

@@ -66,19 +66,19 @@ def tools_of(body: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 def message_of(message: Any, where: str) -> Message:
     """Return a message in the chat template's form. Raises Refusal where it is none."""
-    found: Message = {"role": role_of(message, where), "content": text_of(message.get("content"), where)}
+    normalized: Message = {"role": role_of(message, where), "content": text_of(message.get("content"), where)}
     if message.get("tool_calls"):
         calls = field(message, "tool_calls", list, where)
-        found["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
-    found |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
-    return found
+        normalized["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    normalized |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    return normalized
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = field(call, "function", dict, where)
     name = field(function, "name", str, where)
-    found = {"name": name, "arguments": arguments_of(function.get("arguments"), where)}
-    return {"id": str(call.get("id", "")), "type": "function", "function": found}
+    function_call = {"name": name, "arguments": arguments_of(function.get("arguments"), where)}
+    return {"id": str(call.get("id", "")), "type": "function", "function": function_call}
 
 
 def completion_of(answer: Answer, identity: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class AnswerReader:
     def _stopped(self, token_ids: Sequence[int], stops: Sequence[str]) -> tuple[str, int, str]:
         """Return the text up to the first stop text, how many tokens are needed to say that, and which it is."""
         text = self._text(token_ids)
-        places = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
-        if not places:
+        matches = [(position, stop) for stop in stops if (position := text.find(stop)) >= 0]
+        if not matches:
             return text, len(token_ids), ""
         low, high = 1, len(token_ids)
         while low < high:
@@ -89,8 +89,8 @@ class AnswerReader:
                 high = middle
             else:
                 low = middle + 1
-        place, stop = min(places)
-        return text[:place], low, stop
+        position, stop = min(matches)
+        return text[:position], low, stop
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn; with parsers, control tokens within it are written out, as some mark calls by

@@ -62,21 +62,21 @@ _DIGIT_BITS = 16
 _VALUES = 1 << _DIGIT_BITS
 
 
-def kth_lowest(values: Tensor, place: int, totals: Totals) -> float:
+def kth_lowest(values: Tensor, k: int, totals: Totals) -> float:
     """Map [n] float64 -> the value at ``place``, from 0, of all shares' in rising order; exactly.
 
     The bits of a float order it, so its digits are found one after the other from how many values have which.
     """
     bits = values.double().view(torch.int64)
     keys = bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)
-    found = 0
+    key_bits = 0
     for shift in range(64 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         digits = keys >> shift
         digits = digits + _VALUES // 2 if shift == 64 - _DIGIT_BITS else digits & (_VALUES - 1)
         upto = totals.sum(torch.bincount(digits, minlength=_VALUES)).cumsum(0).cpu()
-        digit = int(torch.searchsorted(upto, place, right=True))
-        place -= int(upto[digit - 1]) if digit else 0
+        digit = int(torch.searchsorted(upto, k, right=True))
+        k -= int(upto[digit - 1]) if digit else 0
         keys = keys[digits == digit]
-        found = (digit - _VALUES // 2) << shift if shift == 64 - _DIGIT_BITS else found | digit << shift
-    key = torch.tensor(found, dtype=torch.int64)
+        key_bits = (digit - _VALUES // 2) << shift if shift == 64 - _DIGIT_BITS else key_bits | digit << shift
+    key = torch.tensor(key_bits, dtype=torch.int64)
     return float((key ^ ((key >> 63) & torch.iinfo(torch.int64).max)).view(torch.float64))

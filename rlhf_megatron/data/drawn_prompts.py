@@ -45,7 +45,7 @@ class Readers:
         total: element-wise sums of every rank's numbers, on every rank; collective.
     """
 
-    place: int = 0
+    index: int = 0
     count: int = 1
     total: Callable[[Sequence[float]], list[float]] = list
 
@@ -56,11 +56,11 @@ class Readers:
     def own_codes(self, dataset: PromptDataset, rows: Sequence[int]) -> list[int]:
         """Return what this rank's share of the rows is, 0 for the others; not collective."""
         codes = [0] * len(rows)
-        codes[self.place :: self.count] = _codes(dataset, rows[self.place :: self.count])
+        codes[self.index :: self.count] = _codes(dataset, rows[self.index :: self.count])
         return codes
 
 
-def found(dataset: PromptDataset, rows: Sequence[int], codes: Sequence[float]) -> list[int | LeftOut]:
+def drawn_lengths(dataset: PromptDataset, rows: Sequence[int], codes: Sequence[float]) -> list[int | LeftOut]:
     """Return the length in tokens of each row's prompt, from the codes of all ranks.
 
     Raises DataError for the first bad row: the one that reading it raises here too.

@@ -47,9 +47,9 @@ class ChoiceShape:
         """Return the choices of rows of these lengths, one behind the other; each may know less tokens than its row
         has."""
         whole = self.unknown(sum(lengths))
-        for row, place in zip(rows, whole.split(list(lengths)), strict=True):
+        for row, of_row in zip(rows, whole.split(list(lengths)), strict=True):
             if row is not None:
-                place[: len(row)] = row
+                of_row[: len(row)] = row
         return whole
 
     def check(self, choices: Tensor, tokens: int) -> None:

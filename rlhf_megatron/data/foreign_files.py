@@ -102,20 +102,20 @@ def split_files(names: Sequence[str], card: dict[str, Any], split: str, config: 
     }
     if any(configs.values()):
         patterns = _patterns(_config_of(configs, config, origin), split)
-        found = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+        chosen = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
     else:
         inside = [name for name in names if config is None or config in Path(name).parts[:-1]]
         words = {key: re.compile(rf"(?<![a-z])({text})(?![a-z])", re.IGNORECASE) for key, text in _SPLIT_WORDS.items()}
         named = {name for name in inside if any(word.search(name) for word in words.values())}
         word = words.get(split, re.compile(rf"(?<![a-z]){re.escape(split)}(?![a-z])", re.IGNORECASE))
-        found = [name for name in inside if word.search(name)] if named or split != "train" else inside
-    if not found:
+        chosen = [name for name in inside if word.search(name)] if named or split != "train" else inside
+    if not chosen:
         of_config = f" in {shown(config)}" if config else ""
         raise DataError(
             f"--from-split: {shown(origin)} has no files of {shown(split)}{of_config}; it has "
             f"{shown(', '.join(names[:6]) or 'none of ' + ', '.join(FORMATS))}"
         )
-    return found
+    return chosen
 
 
 def card_of(path: Path) -> dict[str, Any]:

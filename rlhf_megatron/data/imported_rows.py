@@ -109,17 +109,17 @@ def imported_row(options: ImportRequest, values: Row, location: RowLocation, ind
     if options.prompt_field is None:
         return {"data_source": source, "extra_info": info, **row}
     prompt, answer = column_value(values, options.prompt_field), ""
-    found = f"the row has {shown(', '.join(map(str, values)))}"
+    present = f"the row has {shown(', '.join(map(str, values)))}"
     if isinstance(prompt, str) and prompt.strip():
         info["question"] = prompt
         prompt = make_row(options, "", prompt, "", "", {})["prompt"]
     elif not isinstance(prompt, list):
-        raise location.error(options.prompt_field, f"{shown(repr(prompt))} instead of a text or messages; {found}")
+        raise location.error(options.prompt_field, f"{shown(repr(prompt))} instead of a text or messages; {present}")
     messages = with_system_prompt(parse_turns(prompt, options.prompt_field, location), options.system)
     if options.answer_field is not None:
         given = column_value(values, options.answer_field)
         if given is None or given == "":
-            raise location.error(options.answer_field, f"no answer; write one, or remove the row; {found}")
+            raise location.error(options.answer_field, f"no answer; write one, or remove the row; {present}")
         answer = parse_ground_truth({"ground_truth": given}, location)
     described = {"data_source": source, "prompt": messages, "reward_model": {"style": "rule", "ground_truth": answer}}
     return {**described, "extra_info": info, **row}

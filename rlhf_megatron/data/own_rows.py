@@ -176,12 +176,12 @@ def load_class(specification: str) -> Callable[[list[str]], Any]:
         raise DataError(f"data.dataset: there is no file {shown(path)}; set it to path/to/file.py:Class")
     try:
         module = run_file(Path(path), "data")
-        found: Any = getattr(module, name, None)
+        row_class: Any = getattr(module, name, None)
     except Exception as error:
         why = f"{type(error).__name__}: {shown(str(error), 300)}"
         raise DataError(f"data.dataset: {shown(path)} cannot be imported ({why}); fix it") from error
     if module is None:
         raise DataError(f"data.dataset: {shown(path)} is not a Python file; set it to path/to/file.py:Class")
-    if not callable(found):
+    if not callable(row_class):
         raise DataError(f"data.dataset: {shown(path)} has no class {name}")
-    return found  # type: ignore[no-any-return]  # getattr of a module has no type
+    return row_class  # type: ignore[no-any-return]  # getattr of a module has no type

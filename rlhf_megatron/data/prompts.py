@@ -263,9 +263,9 @@ class PromptDataset:
         """Return conversations cut where what is learned begins and ends."""
         conversations = [row.exchange.turns(row.exchange.answers[0]) for row in rows]
         firsts = [len(row.exchange.messages) for row in rows]
-        found = learned_segments(self._tokenizer, conversations, firsts) if rows else []
+        segments_of_rows = learned_segments(self._tokenizer, conversations, firsts) if rows else []
         texts = []
-        for row, segments in zip(rows, found, strict=True):
+        for row, segments in zip(rows, segments_of_rows, strict=True):
             if isinstance(segments, DataError):
                 raise row.location.error(row.exchange.columns[0], str(segments)) from segments
             prompt, *answer = segments.texts

@@ -186,9 +186,9 @@ def _on_turns(mask: Tensor, lengths: Tensor, rewards: Sequence[Sequence[float] |
     """Return [T] float32: the rewards of each row's turns on their last tokens; of a turn that failed 0."""
     values = torch.zeros(len(mask))
     ends = turn_ends(mask, lengths).split(lengths.tolist())
-    for of_row, own, place in zip(ends, values.split(lengths.tolist()), rewards, strict=True):
-        places = of_row.nonzero().squeeze(1)[: len(place or ())]
-        own[places] = torch.tensor(list(place or ())[: len(places)]).nan_to_num(0.0)
+    for of_row, own, of_turns in zip(ends, values.split(lengths.tolist()), rewards, strict=True):
+        places = of_row.nonzero().squeeze(1)[: len(of_turns or ())]
+        own[places] = torch.tensor(list(of_turns or ())[: len(places)]).nan_to_num(0.0)
     return values
 
 

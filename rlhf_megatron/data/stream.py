@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from rlhf_megatron.data.drawn_prompts import DrawnPrompt, Readers, found
+from rlhf_megatron.data.drawn_prompts import DrawnPrompt, Readers, drawn_lengths
 from rlhf_megatron.data.order import Order, Shares, WindowOrder, curriculum_order
 from rlhf_megatron.data.prompts import READ_ROWS, LeftOut, Prompt, PromptDataset
 from rlhf_megatron.errors import CheckpointError, DataError
@@ -281,7 +281,7 @@ class PromptStream:
             rows, own = shares.popleft()
             position += count
             shares.append(begin(position + (_SHARES_AHEAD - 1) * count))
-            for row, item in zip(rows, found(dataset, rows, self._readers.total(own.result())), strict=True):
+            for row, item in zip(rows, drawn_lengths(dataset, rows, self._readers.total(own.result())), strict=True):
                 yield item if isinstance(item, LeftOut) else DrawnPrompt(part, row, item, self._whole)
 
     def _whole(self, part: int, row: int) -> Prompt:

@@ -57,8 +57,8 @@ def judged(
         row_id=[completion.row_id for completion in completions],
     )
     rows = gather_rows(batch)
-    found = dict(zip(rows.numbers.row_id.tolist(), judge.scores(rows, prompts).tolist(), strict=True))
-    parts = [float(found[completion.row_id]) for completion in completions]
+    score_of_row = dict(zip(rows.numbers.row_id.tolist(), judge.scores(rows, prompts).tolist(), strict=True))
+    parts = [float(score_of_row[completion.row_id]) for completion in completions]
     return [
         dataclasses.replace(
             score,

@@ -201,13 +201,13 @@ def answer(
         )
     scores = scoring.results(scoring.submitted())
     scored = [completion for completion in completions if completion.row_id in scores]
-    asked, found = [prompts[each.row_id // count] for each in scored], [scores[each.row_id] for each in scored]
+    asked, matching = [prompts[each.row_id // count] for each in scored], [scores[each.row_id] for each in scored]
     if (section := judge_of(recipe)) and judge:
-        found = judged(judge, section.weight, asked, scored, found)
+        matching = judged(judge, section.weight, asked, scored, matching)
     return sample_table(
         asked,
         scored,
-        found,
+        matching,
         [name for name in recipe.reward_names if name != "reward_model"],
         tokenizer,
         recipe,

@@ -173,16 +173,16 @@ class Journal:
 
     def _files(self) -> list[str]:
         """Return the names of the files of this call; without any, later steps are not those that follow."""
-        found = [_FILE.fullmatch(path.name) for path in self._path("").glob("*")]
-        names = sorted(match[0] for match in found if match and int(match[1]) == self._call)
+        matches = [_FILE.fullmatch(path.name) for path in self._path("").glob("*")]
+        names = sorted(match[0] for match in matches if match and int(match[1]) == self._call)
         if not names:
             self._delete(range(self._step + 1, _NEVER))
         return names
 
     def _delete(self, steps: range) -> None:
         for path in list(self._folder.iterdir()) if self._folder.is_dir() else []:
-            found = _STEP.fullmatch(path.name)
-            if found and int(found[1]) in steps:
+            match = _STEP.fullmatch(path.name)
+            if match and int(match[1]) in steps:
                 remove(path)
 
     def _restored(
@@ -216,16 +216,16 @@ class Journal:
         if self._replica.index is None:
             return {}
         indices = {_number(groups, index): index for index in range(len(groups))}
-        found: dict[int, dict[int, JournalRow]] = {}
+        by_group: dict[int, dict[int, JournalRow]] = {}
         for name in files[self._replica.index :: self._replica.count]:
             for (number, response), row in read_rows(self._path(name), about).items():
                 index = indices.get(number)
                 if index is None or response >= responses or _digest_of(groups[index].prompt) != row.prompt:
                     continue
-                rows = found.setdefault(index, {})
+                rows = by_group.setdefault(index, {})
                 if response not in rows or rows[response].length <= row.length:
                     rows[response] = self._usable(row)
-        return found
+        return by_group
 
     def _usable(self, row: JournalRow) -> JournalRow:
         """Return the row as it goes on in this attempt: without its tokens where nothing can follow them."""

@@ -147,11 +147,11 @@ class Judge:
         scores, texts = torch.zeros(rows.rows + 1, dtype=torch.float64), list[str]()
         if self._home.leads(rows.rank):
             texts = [self._tokenizer.decode(verdict.token_ids) for verdict in verdicts]
-            found = [self._section.score(text) for text in texts]
+            parsed = [self._section.score(text) for text in texts]
             places = read.numbers.row_id[share.rows]
-            scores[places] = torch.tensor([math.nan if each is None else each for each in found], dtype=torch.float64)
+            scores[places] = torch.tensor([math.nan if each is None else each for each in parsed], dtype=torch.float64)
             scores[-1] = sum(len(verdict.token_ids) for verdict in verdicts)
-            texts = [text for text, each in zip(texts, found, strict=True) if each is None]
+            texts = [text for text, each in zip(texts, parsed, strict=True) if each is None]
         dist.all_reduce(scores, group=self._team.group)
         tokens, scores = int(scores[-1]), scores[:-1]
         unparsable, too_long = int(scores.isnan().sum()), rows.rows - read.rows

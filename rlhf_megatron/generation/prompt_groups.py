@@ -90,13 +90,13 @@ def requests_for(
     everything = range(responses_per_prompt)
     lacking = {index: _lacking(group, everything) for index, group in enumerate(groups) if group.begun}
 
-    def place(index: int) -> int:
+    def priority(index: int) -> int:
         group = groups[index]
         rank = 2 * (group.home is None) + (group.version is None)
         return rank * _LONGER - (0 if in_order else group.drawn.length)
 
-    def make(place: int) -> list[Request]:
-        index = order[place]
+    def make(position: int) -> list[Request]:
+        index = order[position]
         group, requests = groups[index], []
         for number in lacking.get(index, everything):
             row, key = index * responses_per_prompt + number, None if group.number is None else (group.number, number)
@@ -105,7 +105,7 @@ def requests_for(
         return requests
 
     may_answer = (index for index, group in enumerate(groups) if group.home in (None, replica))
-    order = sorted((index for index in may_answer if lacking.get(index, everything)), key=place)
+    order = sorted((index for index in may_answer if lacking.get(index, everything)), key=priority)
     sizes = [len(lacking.get(index, everything)) for index in order]
     prompt_tokens = sum(size * groups[index].drawn.length for size, index in zip(sizes, order, strict=True))
     firsts = itertools.accumulate(sizes, initial=0)

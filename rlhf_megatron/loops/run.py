@@ -141,10 +141,10 @@ def _begin(
     rank, memory = dist.get_rank(), least_memory_gb()
     decided: Any = None
     if rank == 0:
-        found = run_budgets(recipe, architectures, recovery, *memory)
-        adaptation, reduced = adapt(with_budgets(recipe, found), recovery.of_this_launch())
-        budgets = found | adaptation.budgets
-        note = budget_note(recipe, architectures, {key: int(budgets[key]) for key in found})
+        planned = run_budgets(recipe, architectures, recovery, *memory)
+        adaptation, reduced = adapt(with_budgets(recipe, planned), recovery.of_this_launch())
+        budgets = planned | adaptation.budgets
+        note = budget_note(recipe, architectures, {key: int(budgets[key]) for key in planned})
         wait = recovery.seconds_to_wait(recipe.retry)
         refusal = recovery.begin(recipe.retry.max_repeats, reduced, note)
         decided = refusal, budgets, adaptation.skips, recovery.starts(), wait

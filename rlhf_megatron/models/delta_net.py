@@ -165,11 +165,11 @@ def normalised(values: Tensor) -> Tensor:
 
 def convolved(values: Tensor, weight: Tensor, boundaries: Tensor) -> Tensor:
     """Map values [t, channels], weight [channels, taps] -> silu of each channel's causal convolution, row by row."""
-    place = positions(boundaries, len(values))[:, None]
+    position = positions(boundaries, len(values))[:, None]
     out = values * weight[:, -1]
     for back in range(1, min(weight.size(1), len(values))):
         earlier = functional.pad(values, (0, 0, back, 0))[:-back]
-        out = out + torch.where(place >= back, earlier, 0.0) * weight[:, -1 - back]
+        out = out + torch.where(position >= back, earlier, 0.0) * weight[:, -1 - back]
     return functional.silu(out)
 
 

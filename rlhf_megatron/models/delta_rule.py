@@ -39,12 +39,12 @@ class Chunks:
     Attributes:
         running: how many rows have a first chunk, a second one, ...; falling.
         chunk: [t], of each token.
-        place: [t], of each token in its chunk.
+        position: [t], of each token in its chunk.
     """
 
     running: list[int]
     chunk: Tensor
-    place: Tensor
+    position: Tensor
 
 
 def chunks_of(boundaries: Tensor, tokens: int) -> Chunks:
@@ -66,7 +66,7 @@ def _by_chunks(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
     def chunked(packed: Tensor) -> Tensor:
         out = packed.new_zeros(count, packed.size(1), CHUNK, *packed.shape[2:], dtype=wide)
-        out[chunks.chunk, :, chunks.place] = packed.to(wide)
+        out[chunks.chunk, :, chunks.position] = packed.to(wide)
         return out
 
     q, k, v = chunked(query) * query.size(-1) ** -0.5, chunked(key), chunked(value)
@@ -92,4 +92,4 @@ def _by_chunks(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
         new = own_ - read
         outs.append(seen + within_ @ new)
         state = state * remains + added_.mT @ new
-    return torch.cat(outs)[chunks.chunk, :, chunks.place].to(query.dtype)
+    return torch.cat(outs)[chunks.chunk, :, chunks.position].to(query.dtype)

@@ -222,8 +222,8 @@ class CheckpointFiles:
             skipped = first - blocks[0] * mxfp4.BLOCK
             return mxfp4.unpacked(codes, scales)[0, :, skipped : skipped + last - first]
         stack = self._stacked[name]
-        matrix, place = divmod(index, stack.joined)
-        above = place * self._part_shapes[tensor][0]
+        matrix, part = divmod(index, stack.joined)
+        above = part * self._part_shapes[tensor][0]
         (first, last), *others = region
         inside = ((above + first, above + last), *others)
         read = self._read(name, ((matrix, matrix + 1), *(reversed(inside) if stack.transposed else inside)))[0]

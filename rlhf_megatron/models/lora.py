@@ -99,11 +99,11 @@ def adapter_ranks(layout: Layout, ranks: Sequence[int]) -> list[int]:
     That is their own order, unless an expert is cut over several ranks, which then have all of its adapters.
     """
 
-    def place(position: int) -> tuple[int, ...]:
+    def order(position: int) -> tuple[int, ...]:
         at = layout.expert_coordinates(position)
         return at.pipeline, at.data, at.tensor, at.expert
 
-    return [ranks[position] for position in sorted(range(layout.size), key=place)]
+    return [ranks[position] for position in sorted(range(layout.size), key=order)]
 
 
 def parameter_name(factor: str) -> str:

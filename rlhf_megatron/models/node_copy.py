@@ -60,12 +60,14 @@ class NodeCopy:
                     plan = _make_memory(union, made)
             plan = from_rank(plan, ranks[0], group)
             assert plan is not None
-            extents, places = plan
+            extents, memory_paths = plan
             with refused_by_all(group):
                 for extent in share_of(extents, ranks.index(rank), len(ranks)):
-                    self.bytes_read += _copy(extent, places[extent.path])
+                    self.bytes_read += _copy(extent, memory_paths[extent.path])
+            self._files: dict[str, Any] = {}
             with refused_by_all(group):
-                self._files = {path: self._open.enter_context(_mapped(path, place)) for path, place in places.items()}
+                for path, memory_path in memory_paths.items():
+                    self._files[path] = self._open.enter_context(_mapped(path, memory_path))
         self._names = {path: frozenset(names) for path, names in union.items()}
 
     def reader(self, path: Path, tensor: str) -> Any | None:
@@ -101,13 +103,13 @@ def _make_memory(
             f"model.read_once: the node's part of the model takes {needed / 2**30:.1f} GB of its memory, of which "
             f"{free / 2**30:.1f} are free; set it to false"
         )
-    places = {}
+    memory_paths = {}
     for path in wanted:
         descriptor = os.memfd_create("rlhf_megatron")
         made.callback(os.close, descriptor)
         os.ftruncate(descriptor, os.stat(path).st_size)
-        places[path] = f"/proc/{os.getpid()}/fd/{descriptor}"
-    return extents, places
+        memory_paths[path] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return extents, memory_paths
 
 
 def _extents(path: str, names: Collection[str]) -> Iterator[Extent]:
@@ -140,12 +142,12 @@ def share_of(extents: Sequence[Extent], position: int, count: int) -> Iterator[E
         before += stop - start
 
 
-def _copy(extent: Extent, place: str) -> int:
-    """Copy an extent to the same bytes of ``place``; return how many were read."""
+def _copy(extent: Extent, memory_path: str) -> int:
+    """Copy an extent to the same bytes of ``memory_path``; return how many were read."""
     buffer = memoryview(bytearray(min(_PIECE_BYTES, extent.stop - extent.start)))
     at = extent.start
     try:
-        with open(extent.path, "rb", buffering=0) as source, open(place, "r+b", buffering=0) as copy:
+        with open(extent.path, "rb", buffering=0) as source, open(memory_path, "r+b", buffering=0) as copy:
             os.posix_fadvise(source.fileno(), extent.start, extent.stop - extent.start, os.POSIX_FADV_SEQUENTIAL)
             while at < extent.stop:
                 watchdog.beat()
@@ -163,8 +165,8 @@ def _copy(extent: Extent, place: str) -> int:
     return at - extent.start
 
 
-def _mapped(path: str, place: str) -> Any:
+def _mapped(path: str, memory_path: str) -> Any:
     try:
-        return safe_open(place, framework="pt")
+        return safe_open(memory_path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path}: its copy in memory cannot be mapped ({reason_of(error)})") from error

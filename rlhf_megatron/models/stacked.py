@@ -79,10 +79,10 @@ def stored_tensors(
         if whole is None:
             yield name, tensor
             continue
-        found = waiting.setdefault(whole, {})
-        found[name] = tensor
-        if len(found) == len(stacked[whole].parts):
+        parts = waiting.setdefault(whole, {})
+        parts[name] = tensor
+        if len(parts) == len(stacked[whole].parts):
             del waiting[whole]
-            yield whole, stacked[whole].assembled([found[part] for part in stacked[whole].parts])
+            yield whole, stacked[whole].assembled([parts[part] for part in stacked[whole].parts])
     if waiting:
         raise ValueError(f"parts of {min(waiting)} are missing")

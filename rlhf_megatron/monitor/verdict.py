@@ -35,13 +35,13 @@ class Verdict:
 def verdict_of(series: Series, recipe: Mapping[str, Any], ending: tuple[str, str] | None) -> Verdict:
     """Return the verdict of a run; ``ending`` is what has ended its last attempt and why, None while it goes on."""
     section = _health(recipe)
-    watch, found = RuleWatch(section.all_rules()), []
+    watch, findings = RuleWatch(section.all_rules()), []
     for step, metrics in _by_step(series):
-        found += [finding.text() for finding in watch.findings(step, metrics)]
+        findings += [finding.text() for finding in watch.findings(step, metrics)]
     active = watch.active()
     seconds = [value / 1000 for value in series.get("train/step_time_ms", ([], []))[1] if math.isfinite(value)]
     usual = median(seconds) if seconds else 0.0
-    newest = found[::-1][:MOST_FINDINGS]
+    newest = findings[::-1][:MOST_FINDINGS]
     if ending and ending[0] != "done":
         return Verdict("bad", f"{ending[0].replace('_', ' ')}: {ending[1]}", newest, usual)
     if active:
@@ -50,7 +50,7 @@ def verdict_of(series: Series, recipe: Mapping[str, Any], ending: tuple[str, str
             level = "bad"
         names = ", ".join(dict.fromkeys(metric for _, metric in active))
         return Verdict(level, f"look at {names}", newest, usual)
-    past = f"; {len(found)} earlier {'warning' if len(found) == 1 else 'warnings'} passed" if found else ""
+    past = f"; {len(findings)} earlier {'warning' if len(findings) == 1 else 'warnings'} passed" if findings else ""
     return Verdict("good", f"all rules of health hold{past}", newest, usual)
 
 

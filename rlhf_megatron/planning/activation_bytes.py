@@ -81,12 +81,12 @@ def role_activations(
     recipe: RLRecipe, name: str, model: Architecture, layout: Layout, hosts: Sequence[int]
 ) -> dict[str, Edges]:
     """Return what each phase carries for a role; ``hosts`` are those of the layout's positions."""
-    role, found = _Role(recipe, name, model, layout, hosts), {}
+    role, by_phase = _Role(recipe, name, model, layout, hosts), {}
     for passes in _passes(recipe, name):
-        edges = found[passes.phase] = Edges()
+        edges = by_phase[passes.phase] = Edges()
         for add in (_tensor_sums, _between_stages, _to_experts, _keys_and_values):
             add(edges, role, passes)
-    return found
+    return by_phase
 
 
 def rollout_activations(recipe: RLRecipe, model: Architecture, world: int) -> Edges:

@@ -78,10 +78,11 @@ def host_bytes(
     rows = recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt
     prompt, responses = lengths(recipe, rows)
     tokens = prompt * rows + responses.tokens
-    found: dict[tuple[str, str], Edges] = {}
+    by_exchange: dict[tuple[str, str], Edges] = {}
 
     def add(phase: str, kind: str, edges: Edges) -> None:
-        found[phase, kind] = Edges.joined([found[phase, kind], edges]) if (phase, kind) in found else edges
+        key = phase, kind
+        by_exchange[key] = Edges.joined([by_exchange[key], edges]) if key in by_exchange else edges
 
     add("exchange", "rows", _rows(recipe, world, rows, tokens))
     memory = estimate(recipe, architectures, world)
@@ -100,7 +101,7 @@ def host_bytes(
         add("regather", "weights", _weights(recipe, traffic))
     for phase, edges in _control(recipe, world, rows).items():
         add(phase, "control", edges)
-    return HostBytes(found, tokens)
+    return HostBytes(by_exchange, tokens)
 
 
 def _rows(recipe: RLRecipe, world: int, rows: int, tokens: float) -> Edges:

@@ -49,14 +49,14 @@ def role_architectures(recipe: Recipe, model: Architecture) -> dict[str, Archite
 
     Raises ModelError where the config in a role's own folder, which is here, is damaged or not supported.
     """
-    found = {name: _role_architecture(recipe, name, section, model) for name, section in recipe.roles.items()}
+    architectures = {name: _role_architecture(recipe, name, section, model) for name, section in recipe.roles.items()}
     judge = Path(recipe.judge.path) if isinstance(recipe, RLRecipe) and recipe.judge else None
     if judge and has_config(judge):
         check_classes(judge / "config.json", read_config(judge))
         if str(read_config(judge).get("model_type")) in FAMILIES:
-            found["judge"] = read_architecture(judge)
-            check_generates(found["judge"], judge)
-    return found
+            architectures["judge"] = read_architecture(judge)
+            check_generates(architectures["judge"], judge)
+    return architectures
 
 
 def model_architecture(recipe: Recipe, folder: Path) -> Architecture:

@@ -173,13 +173,13 @@ def _shifts(blocks: Iterable[Block], held: Mapping[str, Sequence[Block]]) -> lis
     order of rows; empty where something of them is not ``held``, by tensor."""
     shifts = set()
     for block in blocks:
-        found = 0
+        covered = 0
         for own in held.get(block.tensor, ()):
             common = intersect(block.region, own.region)
             if common is not None:
-                found += elements(common)
+                covered += elements(common)
                 shifts.add((own.parameter, *map(operator.sub, _origin(block), _origin(own))))
-        if found != elements(block.region):
+        if covered != elements(block.region):
             return []
     return sorted(shifts, key=operator.itemgetter(1))
 

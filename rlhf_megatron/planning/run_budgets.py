@@ -32,10 +32,10 @@ def run_budgets(
         return kept
     cluster = recipe.cluster.model_copy(update={"gpu_memory_gb": total_gb})
     here = recipe.model_copy(update={"cluster": cluster})
-    found = found_budgets(here, architectures, world_size, free_gb - cluster.memory_reserve_gb)
-    for key, tokens in found.items():
+    budgets = found_budgets(here, architectures, world_size, free_gb - cluster.memory_reserve_gb)
+    for key, tokens in budgets.items():
         print(f"{key}=auto: {tokens:,} tokens, by {free_gb:.1f} GB of free memory", flush=True)
-    return found
+    return budgets
 
 
 def budget_note(

@@ -42,17 +42,17 @@ def found_budgets(
     """
     limit = TIGHT * (recipe.cluster.planned_memory_gb if memory_gb is None else memory_gb)
     least = recipe.rows_per_response * recipe.longest_sequence
-    found = dict.fromkeys(open_budgets(recipe), least)
-    for key in found:
+    budgets = dict.fromkeys(open_budgets(recipe), least)
+    for key in budgets:
         name = key.partition(".")[0]
         low, high = 0, _most_tokens(recipe, name, architectures[name], world_size) // _MULTIPLE
         while low < high:  # low fits, or is less than one sequence
             middle = (low + high + 1) // 2
-            tried = with_budgets(recipe, found | {key: max(least, middle * _MULTIPLE)})
+            tried = with_budgets(recipe, budgets | {key: max(least, middle * _MULTIPLE)})
             fits = planned_gb(tried, architectures, world_size) <= limit
             low, high = (middle, high) if fits else (low, middle - 1)
-        found[key] = max(least, low * _MULTIPLE)
-    return found
+        budgets[key] = max(least, low * _MULTIPLE)
+    return budgets
 
 
 def planned_budgets(recipe: AnyOfRecipes, architectures: Mapping[str, Architecture], world_size: int) -> AnyOfRecipes:
@@ -68,9 +68,9 @@ def kept_budgets(
     last = next((line for line in reversed(lines) if line.get("found")), None)
     if last is None or sorted(last["found"]) != sorted(open_budgets(recipe)):
         return None
-    found: dict[str, int] = last["found"]
-    same = planned_gb(with_budgets(recipe, found), architectures, world_size) == last["planned_gb"]
-    return found if same else None
+    budgets: dict[str, int] = last["found"]
+    same = planned_gb(with_budgets(recipe, budgets), architectures, world_size) == last["planned_gb"]
+    return budgets if same else None
 
 
 def _most_tokens(recipe: Recipe, name: str, architecture: Architecture, world_size: int) -> int:

@@ -28,10 +28,10 @@ def add_recipe_arguments(
 def complete_recipe(prefix: str, **_: Any) -> list[str]:
     """Return YAML files and folders, and names of shipped recipes, that begin with ``prefix``."""
     folder, _separator, beginning = prefix.rpartition("/")
-    found = sorted(Path(folder or ("/" if _separator else ".")).glob(f"{beginning}*")) if "*" not in prefix else []
+    matches = sorted(Path(folder or ("/" if _separator else ".")).glob(f"{beginning}*")) if "*" not in prefix else []
     here = f"{folder}{_separator}"
-    files = [f"{here}{path.name}" for path in found if path.suffix in (".yaml", ".yml") and path.name[0] != "."]
-    folders = [f"{here}{path.name}/" for path in found if path.is_dir() and path.name[0] != "."]
+    files = [f"{here}{path.name}" for path in matches if path.suffix in (".yaml", ".yml") and path.name[0] != "."]
+    folders = [f"{here}{path.name}/" for path in matches if path.is_dir() and path.name[0] != "."]
     return [*files, *folders, *(path.stem for path in shipped_recipes() if path.stem.startswith(prefix))]
 
 

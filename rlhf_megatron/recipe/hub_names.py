@@ -102,8 +102,9 @@ def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -
     known = recorded(run) or saved()
 
     def fetch() -> _Recipe:
-        found = {each.repository.text: known.get(each.repository.text) or commit_of(each.repository) for each in places}
-        return with_folders(recipe, True, _record(run, found))
+        repositories = [each.repository for each in places]
+        wanted = {each.text: known.get(each.text) or commit_of(each) for each in repositories}
+        return with_folders(recipe, True, _record(run, wanted))
 
     return _patiently(fetch, recipe.retry.network)
 

@@ -98,9 +98,9 @@ class JudgeSection(Section):
 
     def score(self, verdict: str) -> float | None:
         """Return the score in a verdict; None where it has none, or one outside of ``score_range``."""
-        found = re.findall(self.verdict, verdict)
+        matches = re.findall(self.verdict, verdict)
         try:
-            score = float(found[-1]) if found else None
+            score = float(matches[-1]) if matches else None
         except ValueError:
             return None
         if score is None or not abs(score) <= LARGEST_FLOAT:

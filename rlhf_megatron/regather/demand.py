@@ -37,7 +37,7 @@ def wanted_items(
 
     A shard that wants one twice has two. ``first``: the first of the shards; only what it wants counts.
     """
-    found: dict[tuple[str, Region, int], Item] = {}
+    by_part: dict[tuple[str, Region, int], Item] = {}
     for shard, blocks in wanted_by:
         adds = first in (None, shard)
         for block in blocks:
@@ -46,13 +46,13 @@ def wanted_items(
                 if common is None:
                     continue
                 number = 0
-                while (item := found.get((block.tensor, common, number))) is not None and shard in item.wanted:
+                while (item := by_part.get((block.tensor, common, number))) is not None and shard in item.wanted:
                     number += 1
                 if item is not None:
                     item.wanted[shard] = block
                 elif adds:
-                    found[block.tensor, common, number] = Item(block.tensor, common, holders, {shard: block})
-    return [item for item in found.values() if first is None or first in item.wanted]
+                    by_part[block.tensor, common, number] = Item(block.tensor, common, holders, {shard: block})
+    return [item for item in by_part.values() if first is None or first in item.wanted]
 
 
 def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
@@ -65,14 +65,14 @@ def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
         if at is not None:
             top, bottom, left, right = min(at[0], top), max(at[1], bottom), min(at[2], left), max(at[3], right)
         bounds[block.tensor] = top, bottom, left, right
-    found = []
+    candidates = []
     for block in blocks:
         near = bounds.get(block.tensor)
         if near is not None:
             (top, bottom), (left, right) = block.region[0], block.region[-1]
             if top < near[1] and bottom > near[0] and left < near[3] and right > near[2]:
-                found.append(block)
-    return found
+                candidates.append(block)
+    return candidates
 
 
 def grouped(items: Iterable[Item]) -> Groups:

@@ -57,11 +57,11 @@ def load(specification: str) -> Callable[[], Any]:
     Raises:
         FunctionUnusable: it is missing, fails when it is run, or lacks reset or step.
     """
-    found = user_function.load(specification, INTERFACE)
-    missing = [name for name in (RESET, STEP) if not callable(getattr(found, name, None))]
+    functions = user_function.load(specification, INTERFACE)
+    missing = [name for name in (RESET, STEP) if not callable(getattr(functions, name, None))]
     if missing:
         raise FunctionUnusable(f"{specification} has no method {missing[0]}; an environment has reset and step")
-    return found
+    return functions
 
 
 def call(job: dict[str, Any]) -> Reply:

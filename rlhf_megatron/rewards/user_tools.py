@@ -127,9 +127,9 @@ def _loaded(specification: str) -> Callable[..., Any]:
     path, name = user_function.split_specification(specification, INTERFACE.default_name)
     for other, function in _Process.functions.items():
         if user_function.split_specification(other, INTERFACE.default_name)[0] == path:
-            found = getattr(sys.modules.get(function.__module__), name, None)
-            if callable(found):
-                return found
+            other_function = getattr(sys.modules.get(function.__module__), name, None)
+            if callable(other_function):
+                return other_function
     return user_function.load(specification, INTERFACE)
 
 

@@ -96,7 +96,7 @@ def share_rows(rows: SpreadRows, recipe: RLRecipe, roles: Learners) -> Lesson:
     every = [minibatch.nonzero().squeeze(1) for minibatch in minibatches]
     homes = [actor]
     for role in (roles.reference or roles.actor, roles.critic or roles.actor):
-        same = role.home.place == roles.actor.home.place
+        same = role.home.placement == roles.actor.home.placement
         homes.append(actor if same else (role.home, role.assign(numbers, every)))
     of_actor, of_reference, of_critic = share_out(rows, homes)
     return Lesson(numbers, minibatches, advantages, has_advantage, of_actor, of_reference, of_critic, of_actor.batch)
@@ -197,10 +197,10 @@ def update_actor(
     def take_step(minibatch: Tensor) -> dict[str, float]:
         chosen = _learned(lesson, minibatch, settings)
         here, learned = share.chosen(minibatch), share.chosen(chosen)
-        whole, place = batch.select(here), {row: index for index, row in enumerate(here)}
+        whole, index_of = batch.select(here), {row: index for index, row in enumerate(here)}
         weights = _row_weights(numbers, minibatch, settings.loss_aggregation, constant)[share.rows[here]]
         fields = objective_fields(whole, settings, weights, role.totals)
-        fields = of_rows(fields, whole, [place[row] for row in learned])
+        fields = of_rows(fields, whole, [index_of[row] for row in learned])
         kept.append(batch.select(learned))
         outputs = torch.empty(2, len(kept[-1].tokens)) if own else None
         step = role.update(kept[-1], fields, objective, outputs=outputs)

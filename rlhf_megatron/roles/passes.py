@@ -161,9 +161,9 @@ class Passes:
         total, computed_by_all, tokens = self._over_shares(sums, dist.ReduceOp.SUM)
         largest, largest_micro = self._over_shares([sum(of_micros), max(of_micros)], dist.ReduceOp.MAX)
         mean = max(total, 1.0) / self._layout.data
-        found = {"imbalance": largest / mean, "imbalance_micro_batch": largest_micro / (mean / len(of_micros))}
+        metrics = {"imbalance": largest / mean, "imbalance_micro_batch": largest_micro / (mean / len(of_micros))}
         saved = {"shared_prompt_fraction": 1 - computed_by_all / max(tokens, 1.0)}
-        return found if prefixes is None else found | saved
+        return metrics if prefixes is None else metrics | saved
 
     def _over_shares(self, values: Sequence[float], operation: Any) -> list[float]:
         """Return ``values`` reduced over the data-parallel ranks."""

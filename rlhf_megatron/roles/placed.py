@@ -166,11 +166,11 @@ class PlacedRole:
         """The placement of the rows that it is to compute."""
         layout = self.layout
         leaders = tuple(self.ranks[layout.position(0, data, 0)] for data in range(layout.data))
-        place = (tuple(self.ranks), layout.tensor, layout.context, layout.pipeline)
+        placement = (tuple(self.ranks), layout.tensor, layout.context, layout.pipeline)
         if self.local is None:
-            return Home(place, leaders)
+            return Home(placement, leaders)
         data = layout.coordinates(self.ranks.index(dist.get_rank())).data
-        return Home(place, leaders, data, self.local.groups.model)
+        return Home(placement, leaders, data, self.local.groups.model)
 
     def update(
         self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Objective, **how: Any

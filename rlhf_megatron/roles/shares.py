@@ -25,13 +25,13 @@ class Home:
     """The ranks of a role, each data-parallel rank by the first of them.
 
     Attributes:
-        place: the same of roles on the same ranks in the same layout.
+        placement: the same of roles on the same ranks in the same layout.
         leaders: of each data-parallel rank, the first rank of the world.
         data: the data-parallel rank of this rank, None where the role is not.
         group: the ranks of this data-parallel rank.
     """
 
-    place: tuple[object, ...]
+    placement: tuple[object, ...]
     leaders: tuple[int, ...]
     data: int | None = None
     group: dist.ProcessGroup | None = None
@@ -93,7 +93,7 @@ def carried(values: Tensor | None, source: Share, target: Share) -> Tensor | Non
 
     Called by every rank of both; None on the others.
     """
-    if source.home.place == target.home.place:
+    if source.home.placement == target.home.placement:
         return values
     numbers, rank = target.numbers, dist.get_rank()
     sources = torch.tensor(source.home.leaders)[source.owner.clamp(min=0)]

@@ -44,9 +44,9 @@ class PausedRequests:
 
     def find(self, request: Request) -> PausedRequest | None:
         """Return what is paused of a row; None where the caller has other tokens of it."""
-        found = None if request.key is None else self._by_key.get(request.key)
+        paused = None if request.key is None else self._by_key.get(request.key)
         tokens = len(request.begun.token_ids) if request.begun else 0
-        return found if found and found.tokens == tokens else None
+        return paused if paused and paused.tokens == tokens else None
 
     def release(self, going_on: Collection[PausedRequest] = ()) -> list[int]:
         """Forget all; return the numbers of those that are not ``going_on``, for the engine to abort, in their

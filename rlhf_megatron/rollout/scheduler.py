@@ -155,7 +155,7 @@ class GenerationScheduler:
         while groups < len(self._requests.group_ids) and self._has_paused(groups):  # those at the beginning
             groups += 1
         rows = [number for group in range(groups) for number in numbers(group)]
-        going_on = {number: found for number in rows if (found := self._paused.find(self._requests[number]))}
+        going_on = {number: paused for number in rows if (paused := self._paused.find(self._requests[number]))}
         for engine_number in self._paused.release(going_on.values()):
             self._core.abort_request(engine_number)
         if groups and self._ranks.is_leader:

@@ -97,16 +97,16 @@ class HostNetwork:
         if not fastest:
             return {}
         planned = self.planned(tokens) if self.planned else {}
-        found = {"network/link_mb_per_sec": fastest / MB}
+        metrics = {"network/link_mb_per_sec": fastest / MB}
         busy = {name: min(size / fastest, times[name]) for name, size in zip(names, carried, strict=True)}
         for name, size in zip(names, carried, strict=True):
             if busy[name] < _LEAST_SHARE * seconds and name not in planned:
                 continue
-            found |= {f"network/{name}_mb": size / MB, f"network/{name}_seconds": busy[name]}
+            metrics |= {f"network/{name}_mb": size / MB, f"network/{name}_seconds": busy[name]}
             if name in planned:
                 expected, in_seconds = planned[name]
-                found |= {f"network/{name}_planned_mb": expected / MB, f"network/{name}_planned_seconds": in_seconds}
-        return found | {"network/busy_fraction": sum(busy.values()) / seconds}
+                metrics |= {f"network/{name}_planned_mb": expected / MB, f"network/{name}_planned_seconds": in_seconds}
+        return metrics | {"network/busy_fraction": sum(busy.values()) / seconds}
 
     def _read(self) -> tuple[int, int]:
         return bytes_carried(self._proc, self._classes)

@@ -67,11 +67,11 @@ def exchange(
     """
     names = sorted(fields, key=lambda name: -fields[name].element_size())  # so that each begins where its type may
     lengths = numbers.lengths[have].tolist()
-    place = {row: index for index, row in enumerate(have.tolist())}
+    index_of = {row: index for index, row in enumerate(have.tolist())}
     pieces = {name: fields[name].split(lengths) for name in names}
 
     def packed(rows: Sequence[int]) -> Tensor:
-        chosen = [place[row] for row in rows]
+        chosen = [index_of[row] for row in rows]
         label = torch.stack([numbers.row_id[rows], numbers.lengths[rows]], dim=1)
         parts = [label, *(torch.cat([pieces[name][index] for index in chosen]) for name in names)]
         return torch.cat([_bytes(part) for part in parts])
@@ -91,7 +91,7 @@ def exchange(
         arrived.append(rows)
     stays = moves.rows[(moves.sources == rank) & (moves.targets == rank)].sort().values.tolist()
     if stays:
-        parts.append({name: torch.cat([pieces[name][place[row]] for row in stays]) for name in names})
+        parts.append({name: torch.cat([pieces[name][index_of[row]] for row in stays]) for name in names})
         arrived.append(stays)
     came = torch.tensor([row for rows in arrived for row in rows], dtype=torch.int64)
     order = came.argsort()
@@ -146,10 +146,10 @@ def _unpacked(
     """Return the fields of ``rows`` in a message of ``peer``; raises RowExchangeError where it is of others."""
     label = message[: 16 * len(rows)].view(torch.int64).view(-1, 2)
     wanted = torch.stack([numbers.row_id[rows], numbers.lengths[rows]], dim=1)
-    for found, row in zip(label.tolist(), wanted.tolist(), strict=True):
-        if found != row:
+    for came, row in zip(label.tolist(), wanted.tolist(), strict=True):
+        if came != row:
             raise RowExchangeError(
-                f"row {row[0]} of {row[1]} tokens should come from rank {peer}, and row {found[0]} of {found[1]} came"
+                f"row {row[0]} of {row[1]} tokens should come from rank {peer}, and row {came[0]} of {came[1]} came"
             )
     tokens, begin, fields = int(wanted[:, 1].sum()), 16 * len(rows), dict[str, Tensor]()
     for name, value in like.items():

@@ -77,8 +77,8 @@ def hosts_of_ranks() -> list[int]:
     hosts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     hosts[dist.get_rank()] = int(os.environ.get("GROUP_RANK", "0"))
     dist.all_reduce(hosts)
-    found: list[int] = hosts.tolist()
-    return found
+    numbers: list[int] = hosts.tolist()
+    return numbers
 
 
 def agents_keep_a_store() -> bool:

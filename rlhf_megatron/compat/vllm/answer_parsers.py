@@ -40,12 +40,12 @@ class ToolParser:
         request = ChatCompletionRequest(messages=[], model="policy", tools=described)
         # A parser keeps the state of a stream, so each answer has one of its own.
         try:
-            found = self._class(self._tokenizer, described).extract_tool_calls(text, request)
+            parsed = self._class(self._tokenizer, described).extract_tool_calls(text, request)
         except Exception:  # of a text that vLLM's parser is not made for
             return text, []
-        if not found.tool_calls:
+        if not parsed.tool_calls:
             return text, []
-        return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return parsed.content or "", [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
 
     def begun(self, text: str) -> int:
         """Return how many calls a text seems to have, whether or not they can be read."""
@@ -76,9 +76,9 @@ def _mark_of(parser: Any) -> tuple[str | None, bool]:
     marks = [getattr(parser, name, None) for name in ("tool_call_start_token", "tool_calls_start_token")]
     marks.append(getattr(engine, "terminals", {}).get("TOOL_START"))
     for mark in marks:
-        found = mark[0] if isinstance(mark, tuple) else mark
-        if isinstance(found, str) and found:
-            return found, False
+        text = mark[0] if isinstance(mark, tuple) else mark
+        if isinstance(text, str) and text:
+            return text, False
     return getattr(parser, "bot_token", None), True
 
 

@@ -78,10 +78,10 @@ def _layers_with_experts(path: Path, config: Mapping[str, Any], layers: int) -> 
     first, interval = whole_number(path, "moe_layer_start_index", config), size(path, "moe_layer_interval", config)
     end = config["moe_layer_end_index"]
     last = layers - 1 if type(end) is int and end == -1 else whole_number(path, "moe_layer_end_index", config)
-    found = [first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers)]
-    if not any(found):
+    has_experts = [first <= layer <= last and (layer + 1) % interval == 0 for layer in range(layers)]
+    if not any(has_experts):
         raise unsupported(path, "moe_layer_start_index", first, "one by which some layer has experts")
-    return found
+    return has_experts
 
 
 FAMILY = ErnieMoe(

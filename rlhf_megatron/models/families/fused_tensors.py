@@ -20,11 +20,11 @@ def fused_shapes(shapes: Shapes, fused: Sequence[str]) -> Shapes:
     """Return the shapes of a checkpoint with the ``fused`` modules, of ``shapes`` of one without."""
     if not fused:
         return shapes
-    found: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, tuple[int, ...]] = {}
     for tensor, (rows, *columns) in shapes.items():
         name = _holder(tensor, fused)
-        found[name] = (found.get(name, (0,))[0] + rows, *columns)
-    return found
+        holders[name] = (holders.get(name, (0,))[0] + rows, *columns)
+    return holders
 
 
 def fused_slots(slots: Iterable[Slot], shapes: Shapes, fused: Sequence[str]) -> Iterator[Slot]:

@@ -48,9 +48,9 @@ class RopesByType(Decoder):
             raise unsupported(path, "rope_parameters", nested, form)
         if not isinstance(scaling, dict | None):
             raise unsupported(path, "rope_scaling", brief(scaling), "an object, of layers without a window")
-        found = {}
+        by_kind = {}
         for kind, (field, absent) in self.thetas.items():
             given = dict((nested or {}).get(kind) or {"rope_type": "default"})
             given |= (scaling or {}) if kind == FULL else {}
-            found[kind] = {"rope_theta": config.get(field, absent)} | given
-        return found
+            by_kind[kind] = {"rope_theta": config.get(field, absent)} | given
+        return by_kind

@@ -57,10 +57,10 @@ class VllmCore:
         cached = internals.cached_tokens(self._engine, self._prefilling)
         ended = {self._names[int(output.request_id)]: output for output in outputs if output.finished}
         cached |= {name: ended[name].num_cached_tokens or 0 for name in self._prefilling.keys() & ended.keys()}
-        for name, found in cached.items():
+        for name, from_cache in cached.items():
             tokens = self._prefilling.pop(name)
             self.prompt_tokens += tokens
-            self.prefilled_tokens += tokens - found
+            self.prefilled_tokens += tokens - from_cache
 
     def resume(self) -> None:
         """End a pause, as the next step does."""
