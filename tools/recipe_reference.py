@@ -149,7 +149,7 @@ class _Sections:
 
 def _is_small(field: FieldInfo, inner: type[BaseModel]) -> bool:
     """Return one section, not a list of them, of a few plain keys."""
-    plain = all(section_of(found.annotation) is None for found in inner.model_fields.values())
+    plain = all(section_of(field.annotation) is None for field in inner.model_fields.values())
     return plain and len(inner.model_fields) <= 4 and not _is_list(field)
 
 

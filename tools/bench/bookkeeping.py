@@ -73,12 +73,12 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     replicas = among_processes(options.replica_ranks, 3 * options.repeats)
-    found = [measure(ranks, options.repeats) for ranks in options.ranks]
-    show(found)
+    rows = [measure(ranks, options.repeats) for ranks in options.ranks]
+    show(rows)
     show_replicas(replicas)
     if options.output:
         settings = {"rows_of_a_rank": ROWS, "tokens_of_a_row": TOKENS, "tokens_per_gpu": BUDGET}
-        write_report(options.output, {"settings": settings, "rows": found, "replicas": replicas})
+        write_report(options.output, {"settings": settings, "rows": rows, "replicas": replicas})
     return 0
 
 
@@ -263,7 +263,7 @@ def among_processes(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         torch.multiprocessing.spawn(_process, (files, sizes, repeats), nprocs=PROCESSES)
-        return torch.load(files / "found")  # type: ignore[no-any-return]
+        return torch.load(files / "by_size")  # type: ignore[no-any-return]
 
 
 def _process(rank: int, folder: Path, sizes: list[int], repeats: int) -> None:
@@ -284,8 +284,8 @@ def _process(rank: int, folder: Path, sizes: list[int], repeats: int) -> None:
             seconds.append(time.perf_counter() - began)
     if rank == 0:
         pairs = zip(sizes, taken, strict=True)
-        found = [{"replica_ranks": size, "seconds": spread(seconds[1:])} for size, seconds in pairs]
-        torch.save(found, folder / "found")
+        by_size = [{"replica_ranks": size, "seconds": spread(seconds[1:])} for size, seconds in pairs]
+        torch.save(by_size, folder / "by_size")
     dist.destroy_process_group()
 
 
@@ -308,10 +308,10 @@ def sampled_rows(rank: int, size: int) -> RolloutBatch:
         return packer.batch(own)
 
 
-def show_replicas(found: list[dict[str, Any]]) -> None:
+def show_replicas(rows: list[dict[str, Any]]) -> None:
     """Print a table on stdout."""
     table = Table("ranks of a replica", "ms", "least", "most")
-    for each in found:
+    for each in rows:
         milliseconds = [f"{each['seconds'][name] * 1e3:.1f}" for name in ("median", "min", "max")]
         table.add_row(str(each["replica_ranks"]), *milliseconds)
     Console().print(table)
@@ -323,10 +323,10 @@ def _resident(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def show(found: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     """Print a table on stdout."""
-    table = Table("ranks", "seconds", *found[0]["seconds_of"], "MB", "bytes of rows", "of numbers", "partners")
-    for each in found:
+    table = Table("ranks", "seconds", *rows[0]["seconds_of"], "MB", "bytes of rows", "of numbers", "partners")
+    for each in rows:
         seconds = [f"{value:.3f}" for value in (each["seconds"], *each["seconds_of"].values())]
         sizes = (f"{each['MB']:.0f}", each["bytes_of_rows"], each["bytes_of_numbers"], each["partners"])
         table.add_row(str(each["ranks"]), *seconds, *map(str, sizes))

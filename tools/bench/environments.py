@@ -129,8 +129,8 @@ def prepare(shape: Shape, folder: Path) -> RLRecipe:
     """Write the recipe into a ``folder`` with a tiny model, which gets the shape's; return it."""
     path = folder / "model" / "config.json"
     tiny = json.loads(path.read_text(encoding="utf-8")) | {"max_position_embeddings": 4096}
-    found = model_config({"config": shape.config, "changed": shape.changed}) if shape.config else tiny
-    path.write_text(json.dumps(found), encoding="utf-8")
+    config = model_config({"config": shape.config, "changed": shape.changed}) if shape.config else tiny
+    path.write_text(json.dumps(config), encoding="utf-8")
     shutil.copy(HERE / "waiting_environment.py", folder)
     longest = max(sum(shape.lengths(row)) for row in range(shape.trajectories)) + shape.turns * ANSWER_TOKENS
     turns = {"environment": "waiting_environment.py", "max_assistant_turns": shape.turns}

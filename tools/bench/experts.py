@@ -103,10 +103,10 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
             output.backward(upstream)
             return output
 
-        found = there_and_back().detach()
+        output = there_and_back().detach()
         if name != CEILING:
             assert inputs.grad is not None
-            outputs[name] = [found, inputs.grad, way.gradient().clone()]
+            outputs[name] = [output, inputs.grad, way.gradient().clone()]
         times[name] = timed(there_and_back)
         del way
         torch.cuda.empty_cache()

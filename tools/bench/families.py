@@ -114,7 +114,7 @@ def _rolled_out(rows: Sequence[Mapping[str, Any]]) -> str:
     where: dict[str, list[str]] = {}
     for row in rows:
         where.setdefault(f"{row['hardware']} {row['dtype']}", []).append(_of_layout(row))
-    return "; ".join(f"{place}: {', '.join(found)}" for place, found in where.items())
+    return "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in where.items())
 
 
 def _of_layout(row: Mapping[str, Any]) -> str:
@@ -182,12 +182,12 @@ def main() -> int:
     failed: list[str] = []
     if not options.draw:
         on_gpu = has_gpu()
-        found = Measurements(options.folder.resolve() / FILES[on_gpu])
+        measurements = Measurements(options.folder.resolve() / FILES[on_gpu])
         files = [str(TESTS / file) for file in (ON_GPU if on_gpu else ON_CPU)]
         several = options.workers > 1 and not on_gpu
         spread = [f"--numprocesses={options.workers}", "--dist=loadfile", "--no-loadscope-reorder"] if several else []
-        status = pytest.main(["-m", "", *spread, *files], plugins=[found])
-        failed = found.failed or ([] if status == pytest.ExitCode.OK else [f"pytest ended with {status!r}"])
+        status = pytest.main(["-m", "", *spread, *files], plugins=[measurements])
+        failed = measurements.failed or ([] if status == pytest.ExitCode.OK else [f"pytest ended with {status!r}"])
     draw(options.folder)
     return exit_status(failed)
 

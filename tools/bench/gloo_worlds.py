@@ -33,8 +33,8 @@ def time_to_join(ranks: int, lazy: bool) -> dict[str, Any]:
         failed = sum(os.waitpid(process, 0)[1] != 0 for process in processes)
         os.kill(server, 9)
         os.waitpid(server, 0)
-        found = [list(map(float, file.read_text().split())) for file in Path(folder).iterdir()]
-    joined, exchanged, sockets = map(max, zip(*found, strict=True))
+        rows = [list(map(float, file.read_text().split())) for file in Path(folder).iterdir()]
+    joined, exchanged, sockets = map(max, zip(*rows, strict=True))
     return {
         "ranks": ranks,
         "connections": "as they are used" if lazy else "all at once",

@@ -112,8 +112,8 @@ def make(stage: str, output: Path, sft: Sequence[str], grpo: Sequence[str]) -> b
 
 def result_of(folder: Path) -> Path | None:
     """Return what a finished stage leaves: a model, or the file of an evaluation; None: it is not finished."""
-    found = [*folder.glob("export/step-*/config.json"), *folder.glob("evaluation.json")]
-    return None if not found else found[0] if found[0].name == "evaluation.json" else found[0].parent
+    files = [*folder.glob("export/step-*/config.json"), *folder.glob("evaluation.json")]
+    return None if not files else files[0] if files[0].name == "evaluation.json" else files[0].parent
 
 
 def launch(script: str, words: Sequence[str | Path]) -> bool:

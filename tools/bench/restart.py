@@ -104,8 +104,8 @@ class _Moments:
 
     def records(self) -> list[Mapping[str, float]]:
         """Return those of the step that is done twice, so far."""
-        found = read_records(self._metrics) if self._metrics.exists() else []
-        return [of_step for of_step in found if of_step["step"] == REPEATED and "train/step_time_ms" in of_step]
+        records = read_records(self._metrics) if self._metrics.exists() else []
+        return [of_step for of_step in records if of_step["step"] == REPEATED and "train/step_time_ms" in of_step]
 
 
 if __name__ == "__main__":

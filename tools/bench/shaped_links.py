@@ -47,13 +47,13 @@ def main() -> int:
     for count in options.processes:
         try:
             make_links(count, options.mbit)
-            found = run(count, options.repeats)
+            seconds_of = run(count, options.repeats)
         except subprocess.CalledProcessError as error:
             print(f"skipped: {' '.join(error.cmd)}: status {error.returncode}; network namespaces need root")
             return 0
         finally:
             remove_links(count)
-        for name, seconds in found.items():
+        for name, seconds in seconds_of.items():
             expected = 8 * expected_bytes(name, count) / (options.mbit * 1e6)
             measured = statistics.median(seconds)
             rows.append({"processes": count, "exchange": name, "expected": expected, "measured": measured})
@@ -117,8 +117,8 @@ def run(count: int, repeats: int) -> dict[str, list[float]]:
     for process in processes:
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, ["a rank"])
-    found: dict[str, list[float]] = json.loads(outputs[0].splitlines()[-1])
-    return found
+    seconds_of: dict[str, list[float]] = json.loads(outputs[0].splitlines()[-1])
+    return seconds_of
 
 
 def of_rank(rank: int, count: int, repeats: int, _: Path | None) -> int:
@@ -140,7 +140,7 @@ def of_rank(rank: int, count: int, repeats: int, _: Path | None) -> int:
         for request in dist.batch_isend_irecv(operations):
             request.wait()
 
-    found: dict[str, list[float]] = {}
+    seconds_of: dict[str, list[float]] = {}
     exchanges = {
         "numbers": lambda: dist.all_reduce(table),
         "rows": rows,
@@ -152,8 +152,8 @@ def of_rank(rank: int, count: int, repeats: int, _: Path | None) -> int:
             began = time.perf_counter()
             exchange()
             dist.barrier()
-            found.setdefault(name, []).append(time.perf_counter() - began)
-    print(json.dumps({name: seconds[1:] for name, seconds in found.items()}))
+            seconds_of.setdefault(name, []).append(time.perf_counter() - began)
+    print(json.dumps({name: seconds[1:] for name, seconds in seconds_of.items()}))
     dist.destroy_process_group()
     return 0
 

@@ -281,8 +281,8 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
             if stale > STALENESS_WANTED:
                 yield f"tokens {stale:.2f} updates old in the mean, above {STALENESS_WANTED:g}"
         wanted = wanted_generation(row, all_rows)
-        if wanted is not None and (found := row["phase_seconds"]["generate"]["median"]) > wanted:
-            yield f"{found:.1f} s to generate, above {wanted:.1f} s"
+        if wanted is not None and (measured := row["phase_seconds"]["generate"]["median"]) > wanted:
+            yield f"{measured:.1f} s to generate, above {wanted:.1f} s"
         if row["gpus"] == 1 and tokens_per_second < TOKENS_PER_SECOND.get(model, 0.0):
             yield f"{tokens_per_second:,.0f} tokens/s, below {TOKENS_PER_SECOND[model]:,.0f}"
         if row["gpus"] > 1 and tokens_per_second < 0.92 * alone.get(model, 0.0):

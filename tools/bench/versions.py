@@ -128,9 +128,9 @@ def numbers_of(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         for key, each in value.items():
             yield from numbers_of(each, f"{path}.{key}" if path else key)
     elif isinstance(value, list):
-        for place, each in enumerate(value):
+        for index, each in enumerate(value):
             texts = [text for text in each.values() if isinstance(text, str)] if isinstance(each, Mapping) else []
-            yield from numbers_of(each, f"{path}[{' '.join([str(place), *texts])}]")
+            yield from numbers_of(each, f"{path}[{' '.join([str(index), *texts])}]")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield path, value
 

@@ -119,11 +119,11 @@ def _life_problems(lines: Iterable[Line], trained_turns: int | None) -> list[str
     """Return problems of what was done to one game, trained with so many turns, or not at all where it was begun
     again."""
     problems, turn, closes = [], 0, Counter[int]()
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         what, at = line["what"], line["turn"]
         closes[line["process"]] += what == "close"
-        if (what == "reset") != (place == 0):
-            problems.append(f"call {place + 1} is {what}")
+        if (what == "reset") != (index == 0):
+            problems.append(f"call {index + 1} is {what}")
         if what == "load" and turn - at not in (0, 1):  # the answer to the last turn may not have been recorded
             problems.append(f"went on at turn {at} behind turn {turn}")
         if what == "step" and at != turn + 1:

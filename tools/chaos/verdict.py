@@ -143,8 +143,8 @@ def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
     """Return an account of how trajectories were begun, in words; adds what is not as the case expects to
     ``problems``."""
     run = folder / "runs" / case.name
-    found, counts, never_stepped = judged(run, folder / "games" / case.name, bool(case.agent))
-    problems += found
+    of_trajectories, counts, never_stepped = judged(run, folder / "games" / case.name, bool(case.agent))
+    problems += of_trajectories
     if case.each_phase:
         problems += [f"the phase {phase} has no fault" for phase in phases_without_fault(case, run)]
     seen = {what for what, count in counts.items() if count > (never_stepped if what == "restarted" else 0)}
@@ -153,7 +153,7 @@ def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
     if case.replayed not in (None, counts["replayed"]):
         problems.append(f"{counts['replayed']} trajectories were replayed instead of {case.replayed}")
     begun = [f"{count} {what}" for what, count in counts.items() if count]
-    return ", ".join(["not each once" if found else "each once", *begun])
+    return ", ".join(["not each once" if of_trajectories else "each once", *begun])
 
 
 def phases_without_fault(case: Case, run: Path) -> list[str]:
