@@ -38,6 +38,15 @@ def test_the_page_lists_every_folder() -> None:
     assert sorted(rooms_in_order()) == FOLDERS
 
 
+def test_the_page_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    folders = (PACKAGE, *(ROOT / name for name in ("kernels", "launch", "tools", "tests")))
+    files = [path.as_posix() for folder in folders for path in folder.rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(named) > 30
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_import_goes_up(folder: str) -> None:
     order = rooms_in_order()
