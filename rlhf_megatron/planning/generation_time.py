@@ -8,7 +8,7 @@ from statistics import fmean
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token, peak_flops
 from rlhf_megatron.planning.links import link
-from rlhf_megatron.planning.memory import RolloutMemory, estimate
+from rlhf_megatron.planning.memory import RolloutMemory, estimate, kv_element_bytes
 from rlhf_megatron.planning.row_lengths import RowLengths, alike_rows, lengths, routed_weights, used_weights
 from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import RLRecipe
@@ -86,11 +86,12 @@ def generation_seconds(
     own = responses[:: rollout.replicas]
     mean = fmean(own)
     in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
-    of_token, on_each_rank = (kv_cache_bytes_per_token(model, ranks, 2) for ranks in (1, tensor))
+    element = kv_element_bytes(recipe)
+    of_token, on_each_rank = (kv_cache_bytes_per_token(model, ranks, element) for ranks in (1, tensor))
     multiplied = used_weights(model)
 
     def kept(tokens: float) -> float:  # of a sequence, in all layers; less than those that it has with a window
-        return kv_cache_bytes(model, 1, 2, tokens) / of_token
+        return kv_cache_bytes(model, 1, element, tokens) / of_token
 
     most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / kept(in_cache))))
 

@@ -139,6 +139,11 @@ def export_bytes(recipe: Recipe, architectures: Mapping[str, Architecture]) -> f
     return ELEMENT_BYTES[recipe.model.dtype] * model_parameters(actor) + adapters
 
 
+def kv_element_bytes(recipe: RLRecipe) -> int:
+    """Return the bytes of a number in the rollout's KV cache."""
+    return 1 if recipe.rollout.kv_cache_dtype else ELEMENT_BYTES[recipe.rollout.dtype or recipe.model.dtype]
+
+
 def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: int) -> RolloutMemory:
     section = recipe.rollout
     tensor, size = section.layout.tensor, ELEMENT_BYTES[section.dtype or recipe.model.dtype]
@@ -155,9 +160,10 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
     else:
         share = section.gpu_memory_utilization * recipe.cluster.gpu_memory_gb
         cache = max(0.0, share - beside_cache)
-    tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, size))
+    cached = kv_element_bytes(recipe)
+    tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, cached))
     replicas = len(rollout_ranks(recipe, world_size)) // tensor
-    sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, size, recipe.longest_sequence))
+    sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, cached, recipe.longest_sequence))
     choices = tokens * _choice_bytes(recipe, architecture) / GB
     return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences, choices, replica is not None)
 

@@ -221,11 +221,13 @@ class RLRecipe(RolloutRecipe):
         """Refuse answers of other policies than the actor's without a correction."""
         algorithm = self.algorithm
         corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
-        if self.rollout.quantization and not corrected:
-            raise ValueError(
-                f"rollout.quantization={self.rollout.quantization}: another policy than the actor's answers; correct "
-                "for it by algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
-            )
+        for key in ("quantization", "kv_cache_dtype"):
+            value: str | None = getattr(self.rollout, key)
+            if value and not corrected:
+                raise ValueError(
+                    f"rollout.{key}={value}: another policy than the actor's answers; correct for it by "
+                    "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+                )
         if self.rollout.steps_ahead and not corrected:
             raise ValueError(
                 "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "

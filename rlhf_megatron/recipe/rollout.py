@@ -247,6 +247,8 @@ class RolloutSection(Section):
     """Of weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
     """Linear layers in e4m3; not experts, embeddings, output. Same needs as steps_ahead."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """Keys and values in e4m3; default: dtype. Same needs as steps_ahead."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """vLLM's share of each GPU's memory."""
     kv_cache_gb: float | None = Field(default=None, gt=0, le=LARGEST_MEMORY_GB)
@@ -327,6 +329,15 @@ class RolloutSection(Section):
             raise ValueError(f"partial=resume: with {name} what was given up begins anew; use discard")
         if self.drawn_lengths:
             raise ValueError(f"drawn_lengths: with {name} a turn ends where the model ends it; leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _cache_outlives_sleep(self) -> RolloutSection:
+        if self.kv_cache_dtype and self.partial == "resume" and self.sleep:
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype}: with partial=resume paused sequences keep their cache while "
+                "the engine sleeps, and vLLM 0.25 clears one in 8 bits as it wakes; set sleep: false, or leave one out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from parallel.ranks import run_ranks
-from parallel.test_fp8_rollout import FAMILIES, UPDATES, WAYS, answers, differences, make_models, rounded
+from parallel.test_fp8_rollout import (
+    FAMILIES,
+    UPDATES,
+    WAYS,
+    answers,
+    cached_in_8_bits,
+    differences,
+    make_models,
+    rounded,
+)
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 
@@ -51,3 +60,20 @@ def test_an_engine_follows_the_weights(family: str, tmp_path: Path) -> None:
             print(f"{family}, {way}: median difference {of_full.median():.1e} from the model in full")
             # A tiny model with random weights: with those of another model it would be above 1.
             assert 1e-3 < of_full.median() < 0.2
+
+
+def to_nearest(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def test_keys_and_values_in_8_bits_outlive_sleep(tmp_path: Path) -> None:
+    models = make_models(tmp_path, "qwen3")
+    rollout = {"kv_cache_gb": 1.0, "quantization": None, "kv_cache_dtype": "fp8", "sleeps": True}
+    arguments: dict[str, Any] = {"models": [str(model) for model in models], "dtype": "bfloat16", "ways": ["copies"]}
+    found: dict[str, Any] = run_ranks(answers, 1, arguments | rollout, timeout=300)[0]
+    for model, answered in zip(models, found["copies"], strict=True):
+        of_rounded, of_full = differences(model, answered, lambda folder: cached_in_8_bits(folder, to_nearest))
+        print(f"median differences {of_rounded.median():.1e} from the rounded model, {of_full.median():.1e} in full")
+        # Queries are rounded too, and bfloat16 is not float32. With other weights it would be above 1.
+        assert of_rounded.median() < 0.1
+        assert 1e-3 < of_full.median() < 0.2

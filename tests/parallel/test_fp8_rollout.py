@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs
 from parallel.ranks import run_ranks
@@ -19,8 +23,16 @@ WAYS = ("copies", "views")
 UPDATES = 2
 
 
-def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[str, Any]:
-    """Return greedy answers with the weights of one model after the other, by a fresh engine for each way."""
+def answers(
+    models: list[str],
+    dtype: str = "float32",
+    quantization: str | None = "fp8",
+    ways: Sequence[str] = WAYS,
+    sleeps: bool = False,
+    **rollout: Any,
+) -> dict[str, Any]:
+    """Return greedy answers with the weights of one model after the other, by a fresh engine for each way; between
+    two models it ``sleeps``."""
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
@@ -33,12 +45,12 @@ def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[s
     from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
     architecture = read_architecture(models[0])
-    section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization="fp8", **rollout)
+    section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization=quantization, **rollout)
     requests = [Request(row, prompt, 1) for row, prompt in enumerate(random_rows(16, 250, seed=3)[0])]
     found: dict[str, Any] = {}
     engines = []
     own: dict[str, Tensor] = {}
-    for way in WAYS:
+    for way in ways:
         engine = VllmEngine(models[0], section, dtype, 16, seed=1, shared=own if way == "views" else None)
         engines.append(engine)  # one that is collected takes torch.distributed with it
         found[way] = []
@@ -48,6 +60,10 @@ def answers(models: list[str], dtype: str = "float32", **rollout: Any) -> dict[s
             engine.weights_updated(version)
             completions = engine.generate(requests, Sampling(0.0, 1.0, -1, 12, ()))
             found[way].append([(completion.token_ids, completion.logprobs) for completion in completions])
+            if sleeps:
+                engine.sleep()
+                engine.wake_weights()
+                engine.wake_kv_cache()
         if way == "copies":
             own = {name: tensor.clone() for name, tensor in engine.parameters().items()}
         else:
@@ -78,14 +94,16 @@ def make_models(home: Path, family: str) -> list[Path]:
     return [make_model(each, family, tied=False, seed=seed, **FAMILIES[family]) for seed, each in enumerate(folders)]
 
 
-def differences(folder: Path, answered: list[Any]) -> tuple[Tensor, Tensor]:
+def differences(
+    folder: Path, answered: list[Any], quantized_by: Callable[[Path], Any] = quantized_model
+) -> tuple[Tensor, Tensor]:
     """Return differences of the answers' logprobs from those of the folder's model, quantized and in full."""
     prompts = random_rows(16, 250, seed=3)[0]
     of_rollout = torch.tensor([value for _, logprobs in answered for value in logprobs])
     with torch.no_grad():
         quantized, in_full = (
             torch.cat([row_logprobs(model, p, tokens) for p, (tokens, _) in zip(prompts, answered, strict=True)])
-            for model in (quantized_model(folder), load_model(folder))
+            for model in (quantized_by(folder), load_model(folder))
         )
     return (of_rollout - quantized).abs(), (of_rollout - in_full).abs()
 
@@ -113,3 +131,38 @@ def test_logprobs_are_those_of_the_quantized_model(
     assert of_quantized.median() < 1e-4
     assert of_quantized.max() < 0.1
     assert of_full.median() > 10 * of_quantized.median(), "8 bits do differ"
+
+
+def toward_zero(values: Tensor) -> Tensor:
+    """Return what e4m3 leaves of them, by vLLM's kernel for CPUs."""
+    nearest = values.to(torch.float8_e4m3fn)
+    below = (nearest.view(torch.uint8) - 1).view(torch.float8_e4m3fn)
+    back, smaller = nearest.to(values.dtype), below.to(values.dtype)
+    return torch.where(back.abs() > values.abs(), smaller, back)
+
+
+def cached_in_8_bits(folder: Path, rounding: Callable[[Tensor], Tensor] = toward_zero) -> Any:
+    """Return the folder's model, whose attention reads keys and values as e4m3 leaves them."""
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Any:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, rounding(key), rounding(value), *given, **named)
+
+    AttentionInterface.register("rounded_cache", attention)
+    AttentionMaskInterface.register("rounded_cache", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = load_model(folder)
+    model.set_attn_implementation("rounded_cache")
+    return model
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's cache in 8 bits on CPUs needs AVX-512")
+def test_logprobs_are_those_of_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+    models = make_models(tmp_path, "qwen3")
+    given = {"models": [str(model) for model in models], "quantization": None, "kv_cache_dtype": "fp8"}
+    found: dict[str, Any] = run_ranks(answers, 1, given)[0]
+    assert found["shared"]
+    for way in WAYS:
+        for model, answered in zip(models, found[way], strict=True):
+            of_rounded, of_full = differences(model, answered, cached_in_8_bits)
+            assert of_rounded.median() < 1e-6
+            assert of_rounded.max() < 0.01, "where rounding in float32 takes a number past one of e4m3"
+            assert of_full.median() > 0.01, "8 bits do differ"

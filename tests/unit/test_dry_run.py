@@ -322,6 +322,9 @@ def test_memory_by_hand() -> None:
     assert copied.kv_cache == pytest.approx(40 - 2 * billion - 2)
     # Key and value of 28 layers x 4 heads x 128 numbers of 2 bytes for a token.
     assert result.rollout.cache_tokens == int(result.rollout.kv_cache * GB / (2 * 28 * 4 * 128 * 2))
+    in_8_bits = ["rollout.kv_cache_dtype=fp8", "algorithm.rollout_correction={type: tis}"]
+    smaller = memory_of(recipe_of("qwen7b_grpo", "actor.layout.tensor=1", *in_8_bits), "qwen2.5-7b", 1).rollout
+    assert smaller is not None and smaller.cache_tokens == int(smaller.kv_cache * GB / (2 * 28 * 4 * 128))
     assert result.phases["generate"] > 80
 
 

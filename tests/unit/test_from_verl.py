@@ -324,6 +324,7 @@ def test_what_is_not_as_in_verl_is_told(
         (["+some.new_key=7"], "some.new_key=7: is not known"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a"], "checkpoints of verl cannot be read"),
         (["skip.rollout.enable=True"], "responses of an earlier run"),
+        ([f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=nvfp4"], "here is fp8, or the rollout's dtype"),
         ([f"+{ROLLOUT}.engine_kwargs.trtllm.kv_cache_config.dtype=fp8"], "the rollout has its own type"),
         ([f"{ACTOR}.veomni.qat_implementation=nvfp4"], "weights are not quantized in training"),
         ([f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32"], "give it as fsdp_config.dtype"),
@@ -511,6 +512,12 @@ def test_speculative_decoding_without_weights_is_translated(tmp_path: Path, caps
     recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, f"{key}.method=eagle3")
     assert recipe.rollout.speculative is None
     assert "speculative_config.method=eagle3: drafts here are text" in err
+
+
+def test_a_cache_in_8_bits_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("algorithm.rollout_correction.rollout_is=token", f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8_e4m3")
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *words)
+    assert recipe.rollout.kv_cache_dtype == "fp8" and "kv_cache_dtype" not in err
 
 
 def test_epochs_of_rows_elsewhere_stay_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,6 +215,12 @@ def put_rollout(command: Command, tree: Tree) -> None:
     if precision not in (None, "fp8"):
         command.refuse(f"{ROLLOUT}.quantization", "here is fp8")
     tree.put("rollout.quantization", "fp8" if precision == "fp8" else None)
+    for key in ("kv_cache_dtype", "kv-cache-dtype"):
+        cached = command.take(f"{ROLLOUT}.engine_kwargs.vllm.{key}")
+        if cached in ("fp8", "fp8_e4m3"):
+            tree.put("rollout.kv_cache_dtype", "fp8")
+        elif cached not in (None, "auto"):
+            command.refuse(f"{ROLLOUT}.engine_kwargs.vllm.{key}", "here is fp8, or the rollout's dtype")
 
 
 def put_speculation(command: Command, tree: Tree) -> None:

@@ -95,7 +95,8 @@ NAMES = (
         for name in (
             *("async_scheduling", "block_size", "disable_log_stats", "distributed_executor_backend", "dtype"),
             *("enable_chunked_prefill", "enable_expert_parallel", "enable_prefix_caching", "enable_sleep_mode"),
-            *("enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes", "load_format", "logprobs_mode"),
+            *("enforce_eager", "gpu_memory_utilization", "kv_cache_dtype", "kv_cache_memory_bytes"),
+            *("load_format", "logprobs_mode"),
             *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "model", "moe_backend", "quantization"),
             *("seed", "skip_tokenizer_init", "speculative_config", "tensor_parallel_size", "use_tqdm_on_load"),
         )

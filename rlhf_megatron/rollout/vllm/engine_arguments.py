@@ -43,6 +43,8 @@ def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length:
         "async_scheduling": section.async_scheduling and section.speculative is None,
         "disable_log_stats": True,
     }
+    if section.kv_cache_dtype is not None:
+        arguments["kv_cache_dtype"] = section.kv_cache_dtype
     if section.speculative is not None:
         arguments["speculative_config"] = speculation.configuration(section.speculative.num_speculative_tokens)
     if section.max_num_batched_tokens is not None:
