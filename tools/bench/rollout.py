@@ -192,7 +192,7 @@ def beside_llm_generate(
     engine: VllmEngine, sampling: Sampling, requests: Sequence[Request], repeats: int
 ) -> dict[str, Any]:
     """Return tokens per second of both on the same requests."""
-    from rlhf_megatron.rollout.vllm.core import sampling_params
+    from rlhf_megatron.rollout.vllm.engine_arguments import sampling_params
 
     tokens = sum(request.max_tokens or 0 for request in requests)
     given = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]

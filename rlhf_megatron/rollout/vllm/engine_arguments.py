@@ -1,4 +1,4 @@
-"""Arguments of vLLM's LLM that follow from a recipe's rollout section and the machine."""
+"""Arguments of vLLM's LLM that follow from a recipe's rollout section and the machine, and those of a request."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlhf_megatron.compat.vllm import speculation
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
+from rlhf_megatron.rollout.engine import Sampling
 
 _CPU_KV_CACHE_GB = 0.0625
 # Only full blocks are shared between requests with the same prefix; vLLM's 128 on CPUs would leave short prompts out.
@@ -95,3 +96,22 @@ def _gpu_memory_share(section: RolloutSection) -> float:
             f"{free / gib:.1f} GiB free; lower it to {_FREE_MEMORY_MARGIN * free / total:.2f}, or give kv_cache_gb"
         )
     return share
+
+
+def sampling_params(sampling: Sampling, seed: int, max_tokens: int) -> Any:
+    """Return vLLM's SamplingParams of one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # those of generation_config.json; stop_token_ids still end a response
+        seed=seed,
+        logprobs=0,  # of the sampled token only
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

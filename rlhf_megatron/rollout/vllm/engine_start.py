@@ -1,0 +1,65 @@
+"""Starting vLLM inside the trainer's process: what stays the trainer's, and refusals in the recipe's words."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_megatron.compat.torch import preserved_threads
+from rlhf_megatron.compat.vllm import (
+    compile_cache,
+    internals,
+    language_models,
+    model_inspection,
+    model_runner,
+    shared_weights,
+)
+from rlhf_megatron.compat.vllm.names import check_version
+from rlhf_megatron.rollout.random_state import preserved_random_state
+from rlhf_megatron.rollout.vllm.refusals import refusal_of
+
+
+@contextlib.contextmanager
+def starting(on_gpu: bool) -> Iterator[None]:
+    """Keep what belongs to the trainer while vLLM starts: random state, warnings and, on a CPU, the thread count."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved_random_state())
+        # vLLM's own use of torch's older names, which nobody here can change.
+        stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
+        check_version()
+        if not on_gpu:
+            from rlhf_megatron.compat.vllm import cpu
+
+            cpu.install()
+            stack.enter_context(preserved_threads())
+        else:
+            model_runner.take_newer_runner()
+            compile_cache.cache_by_device()
+        model_inspection.inspect_models_in_this_process()
+        language_models.register_language_models()
+        yield
+
+
+def make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, Tensor], max_length: int) -> Any:
+    """Make vLLM's LLM, with parameters that are views of those ``shared``."""
+    import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
+    from vllm import LLM
+
+    if quantizes:
+        from rlhf_megatron.compat.vllm import fp8_linear
+
+        fp8_linear.install()
+        arguments["quantization"] = fp8_linear.METHOD
+    offered = shared_weights.offered(shared) if shared or quantizes else contextlib.nullcontext()
+    with offered, internals.own_rotary_modules():
+        try:
+            return LLM(**arguments)
+        except (ValueError, AssertionError) as error:
+            refusal = refusal_of(error, max_length)
+            if refusal is None:
+                raise
+            raise refusal from error
