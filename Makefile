@@ -48,7 +48,7 @@ grid: $(READY) ## Every model family in every layout, and beside vLLM; `make tes
 fuzz: $(READY) ## Malformed input of all kinds, 5,000 examples of each (`make test` has 40); ARGS="-k recipe"
 	$(PYTEST) --hypothesis-profile=many --timeout=0 tests/fuzz $(ARGS)
 
-chaos: $(READY) ## A small run with each fault, and what became of it, in about 20 minutes; ARGS="--only kill"
+chaos: $(READY) ## A small run with each fault, and what became of it, in about half an hour; ARGS="--warm --only kill"
 	@$(PYTHON) tools/chaos/campaign.py $(ARGS)
 
 lint: $(READY) ## ruff, its format too, and mypy
