@@ -131,8 +131,8 @@ def test_trajectories_that_are_lost_trained_twice_or_played_wrongly_are_noticed(
     assert trajectories.accounts(rows, skipped, none) == ["game 5-0: turn 2 follows turn 0"]
     begun_again = [*ledger, *calls("lost", 2, ("reset", 0), ("step", 1))]
     assert trajectories.accounts(rows, begun_again, Counter(restarted=1)) == []
-    assert trajectories.never_stepped(rows, begun_again) == 0
-    assert trajectories.never_stepped(rows, [*ledger, *calls("lost", 1, ("reset", 0))]) == 1
+    assert trajectories.lost_after_a_turn(rows, begun_again) == 1
+    assert trajectories.lost_after_a_turn(rows, [*ledger, *calls("lost", 1, ("reset", 0))]) == 0
     assert trajectories.accounts(rows, [*ledger, *calls("lost", 1, ("reset", 0))], none) == [
         "73 games began, of which 72 were trained"
     ]

@@ -138,11 +138,11 @@ def _life_problems(lines: Iterable[Line], trained_turns: int | None) -> list[str
     return problems
 
 
-def never_stepped(trained: list[Trained], ledger: list[Line]) -> int:
-    """Return the number of games that a run lost before their first turn: of a reset that is under way nothing can be
-    saved."""
+def lost_after_a_turn(trained: list[Trained], ledger: list[Line]) -> int:
+    """Return the number of games that had seen a turn and were not trained; of a reset that is under way, or has not
+    been called yet, nothing can be saved."""
     stepped = {line["life"] for line in ledger if line["what"] == "step"}
-    return len({line["life"] for line in ledger} - stepped - {row.life for row in trained})
+    return len(stepped - {row.life for row in trained})
 
 
 class Program(NamedTuple):
@@ -193,12 +193,10 @@ def agent_accounts(trained: list[Trained], programs: list[Program], counts: Coun
 
 def judged(run: Path, game: Path, is_agent: bool) -> tuple[list[str], Counter[str], int]:
     """Return the problems of a run whose environments or programs noted in ``game``, how its trajectories were begun,
-    and how many of these were lost before their first turn. What evaluations play counts for nothing here."""
+    and how many of these were lost after their first turn. What evaluations play counts for nothing here."""
     lines = [json.loads(line) for line in (game / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
     ledger, counts = [line for line in lines if line["split"] == "train"], begun_before(run)
-    if is_agent:
-        programs = programs_of(ledger)
-        unanswered = sum(not program.ended and not program.heard for program in programs)
-        return agent_accounts(heard_rows(run), programs, counts), counts, unanswered
+    if is_agent:  # of what programs have heard nothing is lost, or that is a problem
+        return agent_accounts(heard_rows(run), programs_of(ledger), counts), counts, 0
     trained = trained_rows(run)
-    return accounts(trained, ledger, counts), counts, never_stepped(trained, ledger)
+    return accounts(trained, ledger, counts), counts, lost_after_a_turn(trained, ledger)

@@ -143,11 +143,11 @@ def trained_once(case: Case, folder: Path, problems: list[str]) -> str:
     """Return an account of how trajectories were begun, in words; adds what is not as the case expects to
     ``problems``."""
     run = folder / "runs" / case.name
-    of_trajectories, counts, never_stepped = judged(run, folder / "games" / case.name, bool(case.agent))
+    of_trajectories, counts, lost = judged(run, folder / "games" / case.name, bool(case.agent))
     problems += of_trajectories
     if case.each_phase:
         problems += [f"the phase {phase} has no fault" for phase in phases_without_fault(case, run)]
-    seen = {what for what, count in counts.items() if count > (never_stepped if what == "restarted" else 0)}
+    seen = {what for what, count in counts.items() if (lost if what == "restarted" else count)}
     if seen != set(case.begun):
         problems.append(f"trajectories were {sorted(seen)} instead of {sorted(case.begun)}")
     if case.replayed not in (None, counts["replayed"]):
