@@ -13,7 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from rlhf_megatron.compat.patches import NONE_FOUND, replacement
 
+PACKAGES = ("torch",)
+KNOWN = {"first": "2.11.0", "last": "2.13.0"}
+
+
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="Megatron's optimizer and vLLM take the default group for the whole world, which a role may be a part of",
+    upstream="https://github.com/pytorch/pytorch/issues/151960",
+)
 @contextlib.contextmanager
 def as_world(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Make ``group`` the default process group inside the block; there, ranks are those of ``group``.
@@ -77,6 +88,12 @@ def split_of(
     return group
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="torch names groups by a count of each process's own, and a name that differs between ranks hangs",
+    upstream="https://github.com/pytorch/pytorch/issues/173608",
+)
 @contextlib.contextmanager
 def _group_names(name: str) -> Iterator[None]:
     """Have the group that is made inside be called ``name``, the same on all of its ranks and no other's."""
@@ -104,6 +121,12 @@ class _GlooOfOneThread(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="two threads of gloo that finish at once free the same memory; torch takes no options of gloo's",
+    upstream=NONE_FOUND,
+)
 @contextlib.contextmanager
 def _gloo_of_one_thread() -> Iterator[None]:
     """Have the group that is made inside be of ``_GlooOfOneThread`` where it is of gloo; torch takes no options."""

@@ -43,6 +43,7 @@ REPLACEMENTS = (
     shared_weights,
     sleeping_memory,
     speculation,
+    torch_patches,
     workspace,
 )
 ROOT = Path(__file__).resolve().parents[2]
