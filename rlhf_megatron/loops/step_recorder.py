@@ -200,15 +200,19 @@ class StepRecorder:
 
 def training_speed(recipe: Recipe, actor: PlacedRole, rows: RowNumbers, seconds: float) -> dict[str, float]:
     """Return the training throughput of ``rows`` in ``seconds``, and MFU on GPUs of known peak; {} without an
-    update."""
+    update.
+
+    No MFU where trajectories have several rows and prefixes are shared: their numbers do not say how much they share.
+    """
     if not seconds:
         return {}
     gpu_seconds = seconds * len(actor.ranks) / recipe.batch.passes
     speed = {"perf/tokens_per_gpu_per_sec_training": rows.tokens / gpu_seconds}
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    if peak:
+    shares = recipe.actor.shared_prompts
+    if peak and not (shares and rows.of_trajectories().rows < rows.rows):
         outputs = int(rows.response_lengths.sum())
-        spared = SharedPrefixes.of_numbers(rows).repeated if recipe.actor.shared_prompts else ()
+        spared = SharedPrefixes.of_numbers(rows).repeated if shares else ()
         flops = training_flops(
             actor.architecture, rows.lengths.tolist(), outputs, frozen=recipe.actor.lora is not None, spared=spared
         )
