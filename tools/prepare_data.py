@@ -6,6 +6,7 @@
     python tools/prepare_data.py reasoning-gym --task chain_sum --size 2000 --seed 1 --set max_terms=3 \\
         --exclude test.parquet --output train.parquet
     python tools/prepare_data.py episodes --environment textarena/GuessTheNumber-v0 --size 2000 --output train.parquet
+    python tools/prepare_data.py played --input train.parquet --environment game.py --moves a b --output moves.parquet
     python tools/prepare_data.py demonstrations --input train.parquet --worked 0.25 --output demonstrations.parquet
     python tools/prepare_data.py pairs --input demonstrations.parquet --column response --output pairs.parquet
     python tools/prepare_data.py distinct --input dapo-math-17k.parquet --output train.parquet
@@ -13,7 +14,7 @@
     python tools/prepare_data.py check train.parquet --tokenizer models/NAME --max-prompt-length 512
 
 Here: the command line. Not here: the rows of each source (rlhf_megatron/data/imported_rows.py, demonstrations.py,
-pairs.py, rlhf_megatron/rewards/task_rows.py), and what is checked (rlhf_megatron/rewards/data_check.py).
+pairs.py, rlhf_megatron/rewards/task_rows.py, random_play.py), and what is checked (rewards/data_check.py).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from rlhf_megatron.errors import DataError
 from rlhf_megatron.hub import local_folder
 from rlhf_megatron.recipe import RewardSection
 from rlhf_megatron.rewards.data_check import check_files, tables
+from rlhf_megatron.rewards.random_play import played_rows
 from rlhf_megatron.rewards.task_rows import (
     GSM8K_INSTRUCTION,
     EpisodeRequest,
@@ -122,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_import(commands, shared)
     add_reasoning_gym(commands, shared)
     add_episodes(commands)
+    add_played(commands)
     add_demonstrations(commands)
     add_pairs(commands)
     add_check(commands)
@@ -219,6 +222,23 @@ def add_episodes(commands: Commands) -> None:
     parser.add_argument("--split", default=None, help="written to extra_info.split (default: the output's name)")
     parser.set_defaults(
         make_rows=lambda options: episode_rows(asked(EpisodeRequest, options)), prompt_template="{question}"
+    )
+
+
+def add_played(commands: Commands) -> None:
+    """Add the parser of ``played``."""
+    parser = commands.add_parser(
+        "played",
+        help="episodes played by random moves, for a model to learn the form of a move",
+        description="Adds the column messages. Each move is made at most once, in random order, until an episode ends.",
+    )
+    parser.add_argument("--input", type=Path, required=True, help="parquet file of episodes")
+    parser.add_argument("--environment", required=True, metavar="FILE", help="rollout.multi_turn.environment")
+    parser.add_argument("--moves", nargs="+", required=True, metavar="TEXT", help="what the model could say")
+    parser.add_argument("--seed", type=int, default=1, help="of the order (default: 1)")
+    parser.add_argument("--output", type=path_argument, required=True, help="parquet file to write")
+    parser.set_defaults(
+        make_rows=lambda options: played_rows(options.input, options.environment, options.moves, options.seed)
     )
 
 

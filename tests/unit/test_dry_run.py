@@ -61,6 +61,7 @@ RECIPES = {
     "tiny_reasoning_gym": 2,
     "tiny_openenv": 2,
     "tiny_textarena": 2,
+    "tiny_textarena_sft": 2,
     "tiny_verifiers": 2,
     "tiny_ppo": 2,
     "tiny_reward_model": 2,

@@ -130,6 +130,35 @@ def test_episodes_are_named_by_seeds_and_settings(tmp_path: Path) -> None:
     assert_error(run(*asked[:4], "0", *asked[5:]), "--size: 0 rows cannot be made")
 
 
+def test_episodes_are_played_by_random_moves(tmp_path: Path) -> None:
+    games, game, output = (tmp_path / name for name in ("games.parquet", "game.py", "moves.parquet"))
+    run("episodes", "--environment", "guess", "--size", "30", "--output", games)
+    game.write_text(
+        "class Environment:\n"
+        "    def reset(self, row):\n"
+        "        self.right = 'abc'[row['extra_info']['seed'] % 3]\n"
+        "        return 'Say a letter.'\n"
+        "    def step(self, action):\n"
+        "        return 'Another one.', 0.0, action == self.right\n"
+    )
+    asked = ("played", "--input", games, "--environment", game, "--output", output)
+    assert run(*asked, "--moves", "a", "b", "c").returncode == 0
+    lengths = set()
+    for index, row in enumerate(read(output)):
+        system, first, *turns = row["messages"]
+        assert (system["content"], first["content"]) == ("Play.", "Say a letter.")
+        said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        assert len(set(said)) == len(said) and said[-1] == "abc"[(1 + index) % 3], "each once, up to the right one"
+        assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["Another one."] * (len(said) - 1)
+        lengths.add(len(said))
+    assert lengths == {1, 2, 3}
+    assert run(*asked, "--moves", "d").returncode == 0, "none ends the game: the last move is kept, and no answer to it"
+    assert [turn["role"] for turn in read(output)[0]["messages"]] == ["system", "user", "assistant"]
+    bad = tmp_path / "bad.py"
+    bad.write_text("class Environment:\n    reset = step = lambda self, *_: 1 / 0\n")
+    assert_error(run(*asked, "--environment", bad, "--moves", "a"), "division by zero")
+
+
 def test_a_task_with_too_few_questions_is_told(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     arguments = ("reasoning-gym", "--task", "chain_sum", "--output", tmp_path / "x.parquet", "--size", "300")
