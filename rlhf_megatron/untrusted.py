@@ -26,7 +26,7 @@ MOST_LEVELS = 100
 
 @contextlib.contextmanager
 def opened(path: str | Path, error_class: type[UserError]) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; what goes wrong with it inside the block is told in the same way.
+    """Open a regular file for reading; what goes wrong with it inside the block is reported in the same way.
 
     Args:
         path: the file; links are followed.

@@ -133,7 +133,7 @@ def tune(options: argparse.Namespace) -> int:
     if not ranges:
         raise RecipeError("--search: name a key to search over, such as actor.optimizer.learning_rate=1e-6..1e-4:log")
     recipe = load_recipe(options.recipe, options.overrides)
-    for each in ranges:  # a key that no recipe has is told before anything runs
+    for each in ranges:  # a key that no recipe has is reported before anything runs
         load_recipe(options.recipe, [*options.overrides, f"{each.key}={(each.choices or (f'{each.low:g}',))[0]}"])
     folder = Path(recipe.run_root) / f"{recipe.name}-study"
     try:

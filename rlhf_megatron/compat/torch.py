@@ -15,12 +15,11 @@ from torch.distributed import distributed_c10d
 
 from rlhf_megatron.compat.patches import NONE_FOUND, replacement
 
-PACKAGES = ("torch",)
 KNOWN = {"first": "2.11.0", "last": "2.13.0"}
 
 
 @replacement(
-    *PACKAGES,
+    "torch",
     **KNOWN,
     why="Megatron's optimizer and vLLM take the default group for the whole world, which a role may be a part of",
     upstream="https://github.com/pytorch/pytorch/issues/151960",
@@ -89,7 +88,7 @@ def split_of(
 
 
 @replacement(
-    *PACKAGES,
+    "torch",
     **KNOWN,
     why="torch names groups by a count of each process's own, and a name that differs between ranks hangs",
     upstream="https://github.com/pytorch/pytorch/issues/173608",
@@ -122,7 +121,7 @@ class _GlooOfOneThread(dist.ProcessGroupGloo):
 
 
 @replacement(
-    *PACKAGES,
+    "torch",
     **KNOWN,
     why="two threads of gloo that finish at once free the same memory; torch takes no options of gloo's",
     upstream=NONE_FOUND,

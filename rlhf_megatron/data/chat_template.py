@@ -145,7 +145,7 @@ class ChatTemplate:
         """Send a question and return the answer. Raises UnusableTemplate where the process dies of it."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is told below
+        with contextlib.suppress(BrokenPipeError):  # its end is reported below
             process.stdin.write(frame(question))
             process.stdin.flush()
         reply = read_frame(process.stdout)

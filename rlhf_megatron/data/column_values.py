@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rlhf_megatron.data.parquet import MOST_MESSAGES, RowLocation
@@ -187,3 +188,16 @@ def column_value(row: dict[str, Any], column: str) -> Any:
     for part in column.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def row_of_users(
+    messages: Sequence[Message], data_source: str, ground_truth: str | None, extra_info: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """Return a row as a user's environment or agent gets it, with the seed of its draws."""
+    return {
+        "prompt": list(messages),
+        "data_source": data_source,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+        "seed": seed,
+    }

@@ -109,7 +109,7 @@ class _Texts(NamedTuple):
 class PromptDataset:
     """The rows of some parquet files, as ``Prompt`` where they can be used.
 
-    Opening reads only the files' footers. Every row is checked when it is read, so a bad one is told then.
+    Opening reads only the files' footers. Every row is checked when it is read, so a bad one is reported then.
     """
 
     def __init__(

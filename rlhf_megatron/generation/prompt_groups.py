@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.data.column_values import row_of_users
 from rlhf_megatron.data.drawn_prompts import DrawnPrompt
 from rlhf_megatron.data.expert_choices import ChoiceShape
 from rlhf_megatron.data.prompts import Prompt
@@ -61,13 +62,7 @@ class Group:
     def row(self, seed: int) -> dict[str, Any]:
         """Return the prompt's row of the data as a user's environment or agent gets it, with a seed."""
         prompt = self.prompt
-        return {
-            "prompt": list(prompt.messages),
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-            "extra_info": prompt.extra_info,
-            "seed": seed,
-        }
+        return row_of_users(prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info, seed)
 
 
 def requests_for(

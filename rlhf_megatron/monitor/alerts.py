@@ -99,7 +99,7 @@ class AlertSender:
         return True
 
     def close(self, seconds: float = 30.0) -> None:
-        """Wait at most so long for what is queued; what is left then is told as lost. May be called twice."""
+        """Wait at most so long for what is queued; what is left then is reported as lost. May be called twice."""
         self._waiting.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():

@@ -1,6 +1,6 @@
 """Trackers that write the run folder's own files, line by line: metrics.jsonl and metrics.csv.
 
-A killed process loses no step, and what a torn or damaged file has left is moved out of the way, which is told. Not
+A killed process loses no step, and what a torn or damaged file has left is moved out of the way and reported. Not
 here: which trackers there are (trackers.py), and what lines may hold (records.py).
 """
 
@@ -30,7 +30,7 @@ class JsonlTracker:
     is_local: ClassVar[bool] = True
 
     def __init__(self, path: Path) -> None:
-        """Go on behind what is there; damaged lines are moved out of the way, which is told."""
+        """Go on behind what is there; damaged lines are moved out of the way and reported."""
         set_huge_aside(path, MOST_BYTES)
         if path.exists():
             set_damaged_aside(path, lambda line: record_of(line) is not None)

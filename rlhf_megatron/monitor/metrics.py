@@ -44,9 +44,9 @@ class MetricsLogger:
     """Writer of the metrics of every step to metrics.jsonl and to the trackers. Use on one rank only.
 
     metrics.jsonl is always written, whatever the recipe's list says: plots, reports and comparisons read it.
-    A tracker that is not a local file may fail while a run goes on (a server that is away): that is told on stderr and
-    never ends the run; after three failures in a row that tracker is dropped. What a local file has no room for waits
-    in memory, and is written when there is room again.
+    A tracker that is not a local file may fail while a run goes on (a server that is away): that is reported on stderr
+    and never ends the run; after three failures in a row that tracker is dropped. What a local file has no room for
+    waits in memory, and is written when there is room again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rules of health over the metrics of steps: which of them speak, and about what. Nobody is told here."""
+"""The rules of health over the metrics of steps: which of them speak, and about what. Nobody is alerted here."""
 
 from __future__ import annotations
 

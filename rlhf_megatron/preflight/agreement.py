@@ -132,7 +132,7 @@ def _data_files(recipe: Recipe) -> Iterator[Path]:
 
 
 def _model_files(recipe: Recipe) -> Iterator[Path]:
-    """Yield the files of all model folders; one without any is told by its config.json, which is missing."""
+    """Yield the files of all model folders; one without any shows as its config.json missing."""
     roles = recipe.roles.values()
     folders = [recipe.model.path, recipe.model.tokenizer, *(role.weights_folder for role in roles)]
     if isinstance(recipe, RLRecipe) and recipe.judge:

@@ -77,7 +77,7 @@ def run_check(name: str, seconds: float, work: Callable[[], Check | list[Check]]
 
 
 def over_ranks(checks: Mapping[int, Sequence[Check]], hosts: Mapping[int, str]) -> list[Check]:
-    """Return one check for each name, with the worst result of all ranks; what is wrong is told with the ranks it is
+    """Return one check for each name, with the worst result of all ranks; what is wrong is named with the ranks it is
     at."""
     names = dict.fromkeys(check.name for rank in sorted(checks) for check in checks[rank])
     return [

@@ -193,7 +193,7 @@ def reward_check(recipe: Recipe, asks_services: bool = True) -> Check:
         return Check("rewards", "skipped", seen)
     if not asks_services and any(source.service for source in (recipe.reward, *recipe.reward.parts)):
         return Check("rewards", "skipped", "a service gives them, which tools/preflight.py asks")
-    with Scorer(recipe.reward) as scorer:  # a function that cannot be loaded is told whatever the rows are
+    with Scorer(recipe.reward) as scorer:  # a function that cannot be loaded is reported whatever the rows are
         items = _right_answers(recipe)
         empty = [dataclasses.replace(item, solution="", tokens=0) for item in items]
         right, nothing = scorer.score(items), scorer.score(empty)

@@ -75,8 +75,8 @@ class HealthSection(Section):
         alone = next((rule for rule in self.rules if rule.action == "alert"), None)
         if alone and not self.alert.command and self.alert.webhook_environment is None:
             raise ValueError(
-                f"rules: {alone.metric} has the action alert, and nobody is told; give alert.webhook_environment or "
-                "alert.command, or use log"
+                f"rules: {alone.metric} has the action alert, and nobody gets the alert; give "
+                "alert.webhook_environment or alert.command, or use log"
             )
         return self
 

@@ -221,23 +221,19 @@ class RLRecipe(RolloutRecipe):
         """Refuse answers of other policies than the actor's without a correction."""
         algorithm = self.algorithm
         corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
-        for key in ("quantization", "kv_cache_dtype"):
-            value: str | None = getattr(self.rollout, key)
+        rollout = self.rollout
+        others = [
+            ("quantization", rollout.quantization, "another policy than the actor's answers"),
+            ("kv_cache_dtype", rollout.kv_cache_dtype, "another policy than the actor's answers"),
+            ("steps_ahead", rollout.steps_ahead, "the policy of an update before answers"),
+            ("partial", rollout.partial == "resume" and "resume", "policies of earlier updates have begun answers"),
+        ]
+        for key, value, whose in others:
             if value and not corrected:
                 raise ValueError(
-                    f"rollout.{key}={value}: another policy than the actor's answers; correct for it by "
-                    "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
+                    f"rollout.{key}={value}: {whose}; correct for it by algorithm.rollout_correction, such as "
+                    "{type: tis}, or by algorithm.old_logprobs=rollout"
                 )
-        if self.rollout.steps_ahead and not corrected:
-            raise ValueError(
-                "rollout.steps_ahead=1: the policy of an update before answers; correct for it by "
-                "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
-            )
-        if self.rollout.partial == "resume" and not corrected:
-            raise ValueError(
-                "rollout.partial=resume: policies of earlier updates have begun answers; correct for it by "
-                "algorithm.rollout_correction, such as {type: tis}, or by algorithm.old_logprobs=rollout"
-            )
 
     def _check_reference(self) -> None:
         algorithm = self.algorithm

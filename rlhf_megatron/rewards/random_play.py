@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.progress import track
 
-from rlhf_megatron.data.column_values import parse_extra_info, parse_messages
+from rlhf_megatron.data.column_values import parse_extra_info, parse_messages, row_of_users
 from rlhf_megatron.data.prepared_rows import CONSOLE
 from rlhf_megatron.data.rows import ParquetRows
 from rlhf_megatron.errors import DataError
@@ -38,28 +38,30 @@ def played_rows(file: Path, environment: str, moves: Sequence[str], seed: int) -
         for offset, row in enumerate(shown):
             location = source.location(first + offset)
             information = parse_extra_info(row.get("extra_info"), location)
+            messages = parse_messages(row["prompt"], location)
             truth = (row["reward_model"] or {}).get("ground_truth")
-            episode = {**row, "ground_truth": truth, "extra_info": information, "seed": information.get("seed", seed)}
-            messages = [dict(message) for message in parse_messages(row["prompt"], location)]
+            episode = row_of_users(messages, row["data_source"], truth, information, information.get("seed", seed))
             try:
-                messages += played(environment, episode, draw.sample(moves, len(moves)))
+                turns = played(environment, episode, draw.sample(moves, len(moves)))
             except (FunctionFailure, FunctionUnusable, user_environment.TimedOut) as error:
                 raise DataError(f"{environment}: {error}") from error
-            rows.append({"data_source": row["data_source"], "messages": messages})
+            rows.append({"data_source": row["data_source"], "messages": [*map(dict, messages), *turns]})
     return rows
 
 
 def played(environment: str, row: dict[str, Any], moves: Sequence[str]) -> list[dict[str, str]]:
     """Return the messages of one episode, from its first observation to the move that ends it."""
     job = {"environment": environment, "row": row, "timeout_seconds": SECONDS_PER_CALL, "last": False}
-    messages = list(user_environment.call(job | {"call": user_environment.RESET}).messages)
-    for move in moves:
-        reply = user_environment.call(job | {"call": user_environment.STEP, "action": move})
-        messages.append({"role": "assistant", "content": move})
-        if reply.done:
-            break
-        messages += reply.messages
-    user_environment.call(job | {"call": user_environment.CLOSE})
+    try:
+        messages = list(user_environment.call(job | {"call": user_environment.RESET}).messages)
+        for move in moves:
+            reply = user_environment.call(job | {"call": user_environment.STEP, "action": move})
+            messages.append({"role": "assistant", "content": move})
+            if reply.done:
+                break
+            messages += reply.messages
+    finally:
+        user_environment.close_left(SECONDS_PER_CALL)
     while messages and messages[-1]["role"] != "assistant":  # an answer that nothing follows
         messages.pop()
     return messages

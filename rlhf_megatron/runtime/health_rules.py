@@ -21,7 +21,7 @@ from rlhf_megatron.monitor.rule_watch import OWN_METRICS, Finding, RuleWatch
 from rlhf_megatron.recipe.health import HealthSection
 
 GB = 2**30
-# A rule whose metric has not come by then is told: its name may be mistyped.
+# A rule whose metric has not come by then is reported: its name may be mistyped.
 STEPS_UNTIL_A_METRIC_IS_MISSED = 20
 
 

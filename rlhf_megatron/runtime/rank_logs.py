@@ -36,7 +36,7 @@ def next_log(folder: Path, first_attempt: int, rank: str) -> Path:
 def redirect_output(environment: Mapping[str, str]) -> None:
     """Send stdout and stderr of this process, and of what it starts, to the rank's log; ``latest`` points there.
 
-    Where no log can be made, that is told and they stay where they are.
+    Where no log can be made, that is reported and they stay where they are.
     """
     if FOLDER not in environment or "RANK" not in environment:
         return

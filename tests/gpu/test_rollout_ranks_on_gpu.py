@@ -1,4 +1,4 @@
-"""Rollout on a GPU of its own (or on one that the ranks share), a step ahead; and what is told of the GPUs' use."""
+"""Rollout on a GPU of its own (or on one that the ranks share), a step ahead; and what is said of the GPUs' use."""
 
 from __future__ import annotations
 

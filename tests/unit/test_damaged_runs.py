@@ -1,4 +1,4 @@
-"""A run's folder that is damaged: each kind is told in a line, and the run goes on or is refused with status 2."""
+"""A run's folder that is damaged: each kind is reported in a line, and the run goes on or is refused with status 2."""
 
 from __future__ import annotations
 

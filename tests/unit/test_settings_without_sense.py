@@ -86,7 +86,7 @@ REFUSED = [
     ([SERVICE, "reward.service.header=X-Key", "reward.service.header_environment=null"], "nothing would be sent"),
     ([SERVICE, "reward.service.header_environment=A=B"], "names an environment variable"),
     (["health.alert.webhook_environment=https://hooks.example/abc"], "names an environment variable"),
-    ([TELLS], "nobody is told"),
+    ([TELLS], "nobody gets the alert"),
     (["health.rules=[{metric: x, when: above, value: 1, window: 5}]"], "window=5 is for"),
     (["retry.launcher=ft_launcher", "retry.hang_seconds=0"], "would kill each rank"),
     (["slurm.options=[--nodes=4]"], "set slurm.nodes"),

@@ -5,7 +5,7 @@
 
 Each rank answers 8 prompts with 8 responses each, has so sampled 64 rows of 16,384 tokens, and computes as many. One
 rank is run; what others tell it and send it is made before, so what the network takes is not in it: the bytes that it
-would carry are told instead. Its seconds are those of its processor, which others on the machine do not lengthen.
+would carry are given instead. Its seconds are those of its processor, which others on the machine do not lengthen.
 
 With --replica-ranks four processes exchange a million tokens over gloo that replicas of so many ranks have sampled.
 """

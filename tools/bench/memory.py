@@ -3,7 +3,7 @@
     python tools/bench/memory.py recipes/models/qwen2.5-7b [--output docs/results/memory.json]
 
 MODEL needs only a config.json: the weights are random. With each switch a role takes whole steps with AdamW, in a
-process of its own; what is told is of the last. "rollout": what stays while vLLM generates, after the role was
+process of its own; what is given is of the last. "rollout": what stays while vLLM generates, after the role was
 offloaded; "logprobs" and "update": the most that is allocated in a pass without gradients and in a step. The seconds
 are those of leaving the GPU, and of a step, which begins with coming back.
 """

@@ -2,7 +2,7 @@
 
     python tools/bench/shaped_links.py [--mbit 200] [--output docs/results/shaped_links.json]   # as root
 
-Two to four processes, each in a network namespace of its own behind a link that tc shapes, with gloo. Timings are told
+Two to four processes, each in a network namespace of its own behind a link that tc shapes, with gloo. Timings are given
 as ratios, measured over expected: the bytes that the fullest rank has to receive, at the link's rate. Namespaces and
 links go when it ends. Where they cannot be made it says why, and ends with status 0.
 """

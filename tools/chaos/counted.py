@@ -3,7 +3,7 @@ that is due.
 
 campaign.py puts a copy of this file into games/NAME/ for each run. Beside it are ledger.jsonl, with a line for each
 call that begins, and for a run that is to be killed a file ``kill``. Each life of an environment has a name of its own,
-which it says in its first observation: kept rollouts show which life was trained. An agent's name is told nobody, for
+which it says in its first observation: kept rollouts show which life was trained. An agent names itself to nobody, for
 one that begins again is to ask the same: its answers show what was trained. trajectories.py compares both.
 """
 

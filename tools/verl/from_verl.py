@@ -4,7 +4,7 @@
 
 takes the arguments of ``python3 -m verl.trainer.main_ppo``, and its ``-m MODULE``; in a script of verl's, put this
 command in the place of python3. Keys that are not given have verl's defaults. The exit status is 1 where keys were
-refused: the recipe, then, is that of the others, and each refused key is told on stderr and in the recipe's first
+refused: the recipe, then, is that of the others, and each refused key is named on stderr and in the recipe's first
 lines.
 
 Here: the command line. Not here: reading verl's (verl_command.py, verl_compose.py), and what its keys mean
