@@ -57,9 +57,18 @@ def answers(model: str, tensor: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_tensor(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sockets")
+
+
+@pytest.fixture(scope="module")
+def by_tensor(tmp_path_factory: pytest.TempPathFactory, sockets: Path) -> dict[int, list[dict[str, Any]]]:
     model: Path = make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
-    return {tensor: run_ranks(answers, tensor, {"model": str(model), "tensor": tensor}) for tensor in (1, 2)}
+    variables = {"VLLM_RPC_BASE_PATH": str(sockets)}
+    return {
+        tensor: run_ranks(answers, tensor, {"model": str(model), "tensor": tensor}, environment=variables)
+        for tensor in (1, 2)
+    }
 
 
 def test_two_ranks_of_a_replica_answer_as_one(by_tensor: dict[int, list[dict[str, Any]]]) -> None:
@@ -82,3 +91,7 @@ def test_the_trainer_can_go_on(by_tensor: dict[int, list[dict[str, Any]]]) -> No
     for result in by_tensor[2]:
         assert result["random_state_kept"]
         assert result["ranks_that_add_up"] == 2
+
+
+def test_no_socket_is_left_behind(by_tensor: dict[int, list[dict[str, Any]]], sockets: Path) -> None:
+    assert by_tensor and not list(sockets.iterdir())

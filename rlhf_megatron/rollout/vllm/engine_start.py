@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,6 +30,7 @@ def starting(on_gpu: bool) -> Iterator[None]:
     """Keep what belongs to the trainer while vLLM starts: random state, warnings and, on a CPU, the thread count."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved_random_state())
+        stack.enter_context(_sockets_in_a_folder())
         # vLLM's own use of torch's older names, which nobody here can change.
         stack.enter_context(warnings.catch_warnings(action="ignore", category=FutureWarning))
         check_version()
@@ -42,6 +45,21 @@ def starting(on_gpu: bool) -> Iterator[None]:
         model_inspection.inspect_models_in_this_process()
         language_models.register_language_models()
         yield
+
+
+@contextlib.contextmanager
+def _sockets_in_a_folder() -> Iterator[None]:
+    """Have a replica's ranks connect by sockets in a folder that goes with the block; vLLM leaves their files behind."""
+    variable = "VLLM_RPC_BASE_PATH"
+    before = os.environ.get(variable)
+    with tempfile.TemporaryDirectory(prefix="vllm-", dir=before) as folder:
+        os.environ[variable] = folder
+        try:
+            yield
+        finally:
+            del os.environ[variable]
+            if before is not None:
+                os.environ[variable] = before
 
 
 def make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, Tensor], max_length: int) -> Any:
