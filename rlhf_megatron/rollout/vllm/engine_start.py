@@ -49,7 +49,7 @@ def starting(on_gpu: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sockets_in_a_folder() -> Iterator[None]:
-    """Have a replica's ranks connect by sockets in a folder that goes with the block; vLLM leaves their files behind."""
+    """Have a replica's ranks connect by sockets in a folder that goes with the block; vLLM leaves files behind."""
     variable = "VLLM_RPC_BASE_PATH"
     before = os.environ.get(variable)
     with tempfile.TemporaryDirectory(prefix="vllm-", dir=before) as folder:
