@@ -5,6 +5,7 @@ Those of a whole process are applied once (``patch``), those of a block or of an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -102,18 +103,27 @@ def _apply_once(change: ProcessPatch) -> None:
 @functools.cache
 def warn_of_unknown_version(packages: tuple[str, ...], first: str, last: str) -> None:
     """Warn, once for each range, where the installed version of a library is outside it; says what that lacks."""
+    package, version = _installed(packages)
+    if version and not is_known(packages, first, last):
+        known = first if first == last else f"{first} to {last}"
+        lacks = "".join(f"; it lacks {name}" for name in missing_of_installed(packages))
+        warnings.warn(
+            f"{package} {version} was never run with this version of rlhf_megatron, which knows {known}; "
+            f"install one of these if anything about {package} fails{lacks}",
+            stacklevel=2,
+        )
+
+
+def is_known(packages: tuple[str, ...], first: str, last: str) -> bool:
+    """Say whether a library is installed, by one of its distributions, in a version from ``first`` to ``last``."""
+    _, version = _installed(packages)
+    # Without what names a build: 0.33.0+cpu is above 0.33.0.
+    return bool(version) and Version(first) <= Version(Version(version).public) <= Version(last)
+
+
+def _installed(packages: tuple[str, ...]) -> tuple[str, str]:
+    """Return the installed one of a library's distributions, and its version; two empty texts if there is none."""
     for package in packages:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        # Without what names a build: 0.33.0+cpu is above 0.33.0.
-        if not Version(first) <= Version(Version(version).public) <= Version(last):
-            known = first if first == last else f"{first} to {last}"
-            lacks = "".join(f"; it lacks {name}" for name in missing_of_installed(packages))
-            warnings.warn(
-                f"{package} {version} was never run with this version of rlhf_megatron, which knows {known}; "
-                f"install one of these if anything about {package} fails{lacks}",
-                stacklevel=2,
-            )
-        return
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return package, importlib.metadata.version(package)
+    return "", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from gpu.devices import skip_without_gpus
 from hugging_face import make_model
 from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of, sampling, serve
 from parallel.ranks import run_ranks
+from rlhf_megatron.compat.vllm import block_allocation
 from rlhf_megatron.rollout.engine import Completion
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
@@ -78,6 +80,7 @@ def test_paused_responses_keep_their_cache_while_others_have_the_gpu(tensor: int
         assert result["freed"] > 3 << 30 if sleeps else result["freed"] < 1 << 28
         assert result["versions"] > 3, "of rows that several weights have sampled"
         assert result["equal"] >= 0.8 * GROUPS * RESPONSES, "the rest may differ by rounding"
+        assert result["with_vllms_allocation"] >= 0.8 * GROUPS * RESPONSES
 
 
 def pause_and_go_on(model: str, tensor: int, sleeps: bool) -> dict[str, Any]:
@@ -86,6 +89,10 @@ def pause_and_go_on(model: str, tensor: int, sleeps: bool) -> dict[str, Any]:
     engine = serve(model, max_num_seqs=16, kv_cache_gb=4.0, layout={"tensor": tensor}, sleep=sleeps)
     asked = [dataclasses.replace(each, key=each.row_id) for each in requests_of(range(GROUPS))]
     reference = {each.row_id: each.token_ids for each in engine.generate(asked, sampling())}
+    engine.drop_paused()  # no prompt is in the cache, as before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_allocation, "only_where_needed", lambda _: contextlib.nullcontext())
+        with_vllms = [each.token_ids == reference[each.row_id] for each in engine.generate(asked, sampling())]
     weights = {name: parameter.clone() for name, parameter in engine.parameters().items()}
     rows: dict[int, Completion] = {}
     paused, aborted, freed = list[int](), 0, 0
@@ -118,4 +125,5 @@ def pause_and_go_on(model: str, tensor: int, sleeps: bool) -> dict[str, Any]:
         "freed": freed,
         "versions": sum(len(set(each.weight_versions)) > 1 for each in rows.values()),
         "equal": sum(rows[row].token_ids == tokens for row, tokens in reference.items()),
+        "with_vllms_allocation": sum(with_vllms),
     }

@@ -18,6 +18,7 @@ from rlhf_megatron.compat import torch as torch_patches
 from rlhf_megatron.compat.patches import NONE_FOUND, PATCHES, ProcessPatch, replacement, warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
 from rlhf_megatron.compat.vllm import (
+    block_allocation,
     choice_recorder,
     compile_cache,
     internals,
@@ -36,6 +37,7 @@ from rlhf_megatron.compat.vllm import names as vllm_names
 
 OF_PROCESS = (megatron, megatron_cpu, compile_cache, language_models, model_inspection, model_runner, vllm_cpu)
 REPLACEMENTS = (
+    block_allocation,
     choice_recorder,
     internals,
     load_tracing,

@@ -5,6 +5,7 @@ One engine serves all tests of the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,10 +18,10 @@ import pytest
 import torch
 
 from hugging_face import make_model
-from rlhf_megatron.compat.vllm import internals, model_inspection, model_runner
+from rlhf_megatron.compat.vllm import block_allocation, internals, model_inspection, model_runner
 from rlhf_megatron.errors import RolloutError, is_transient
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.rollout.engine import Request, Sampling
+from rlhf_megatron.rollout.engine import Completion, Request, Sampling
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
@@ -55,6 +56,40 @@ def test_more_prompts_than_a_step_takes(served: Served) -> None:
     asked = requests_for(prompts(4, length=40))
     together = tokens_of(served.engine.generate(asked, SAMPLED))
     assert together == [tokens_of(served.engine.generate([request], SAMPLED))[0] for request in asked]
+
+
+def test_the_same_is_sampled_from_the_same_blocks_where_vllm_looks_for_them_at_each_token(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests_for(prompts(9, length=26))  # of a block of 32 tokens: its end comes while they sample
+    found, blocks = generate_by_steps(served, asked, monkeypatch)
+    monkeypatch.setattr(block_allocation, "only_where_needed", lambda _: contextlib.nullcontext())
+    of_vllm, blocks_of_vllm = generate_by_steps(served, asked, monkeypatch)
+    assert found == of_vllm
+    assert blocks == blocks_of_vllm
+    assert {len(table) for tables, _ in blocks for table in tables} == {1, 2}
+
+
+def generate_by_steps(
+    served: Served, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Completion], list[tuple[list[list[int]], int]]]:
+    """Return completions, and each step's tables of blocks, by their places among the free, and how many are free."""
+    served.engine.drop_paused()  # nothing of an earlier call is in the cache
+    core = served.engine._core
+    manager = internals.scheduler(served.engine._engine).kv_cache_manager
+    pool, [kind] = manager.block_pool, manager.coordinator.single_type_managers
+    places = {block.block_id: place for place, block in enumerate(pool.free_block_queue.get_all_free_blocks())}
+    steps, step = [], core.step
+
+    def recorded() -> Any:
+        outputs = step()
+        tables = [[places[block.block_id] for block in row] for row in kind.req_to_blocks.values()]
+        steps.append((tables, pool.get_num_free_blocks()))
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", recorded)
+        return served.engine.generate(asked, SAMPLED), steps
 
 
 def test_a_moved_parameter_is_named(served: Served) -> None:

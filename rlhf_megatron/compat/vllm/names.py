@@ -82,6 +82,27 @@ NAMES = (
         "free blocks",
         absent="vLLM alone limits admission",
     ),
+    # Allocation of cache blocks (compat.vllm.block_allocation).
+    *(
+        PrivateName(f"vllm.v1.core.{module}", name, "blocks only where one is needed")
+        for module, name in (
+            ("kv_cache_manager", "KVCacheManager.allocate_slots(request, num_new_tokens)"),
+            ("kv_cache_manager", "KVCacheManager.cache_blocks(request, num_computed_tokens)"),
+            ("kv_cache_manager", "KVCacheManager.coordinator"),
+            ("kv_cache_manager", "KVCacheManager.empty_kv_cache_blocks"),
+            ("kv_cache_manager", "KVCacheManager.enable_caching"),
+            ("kv_cache_coordinator", "KVCacheCoordinator.single_type_managers"),
+            ("kv_cache_coordinator", "KVCacheCoordinatorNoPrefixCache"),
+            ("kv_cache_coordinator", "UnitaryKVCacheCoordinator"),
+            ("single_type_kv_cache_manager", "FullAttentionManager"),
+            ("single_type_kv_cache_manager", "SingleTypeKVCacheManager.block_size"),
+            ("single_type_kv_cache_manager", "SingleTypeKVCacheManager.num_cached_block"),
+            ("single_type_kv_cache_manager", "SingleTypeKVCacheManager.req_to_blocks"),
+            ("block_pool", "BlockPool.hash_block_size"),
+        )
+    ),
+    PrivateName("vllm.v1.request", "Request.status", "blocks only where one is needed"),
+    PrivateName("vllm.v1.request", "RequestStatus", "blocks only where one is needed"),
     PrivateName("vllm.v1.executor.uniproc_executor", "UniProcExecutor.driver_worker", "the worker"),
     PrivateName("vllm.v1.worker.worker_base", "WorkerWrapperBase.worker", "the worker"),
     PrivateName("vllm.v1.worker.gpu_worker", "Worker.model_runner", "the model"),

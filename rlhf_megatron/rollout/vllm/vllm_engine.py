@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.vllm import (
+    block_allocation,
     choice_recorder,
     internals,
     latent_weights,
@@ -238,8 +239,9 @@ class VllmEngine:
             pauses,
             lambda group: check_requests(group, sampling, self._max_length, self._vocabulary),
         )
-        as_numbers = logprobs.kept_as_numbers(internals.scheduler(self._engine), self._on_gpu)
-        with preserved_random_state(), self._in_use(), as_numbers:
+        planner = internals.scheduler(self._engine)
+        as_numbers = logprobs.kept_as_numbers(planner, self._on_gpu)
+        with preserved_random_state(), self._in_use(), as_numbers, block_allocation.only_where_needed(planner):
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
         if self._speculation:

@@ -1,0 +1,93 @@
+"""Allocation of vLLM's cache blocks at the steps that need one: a sequence that samples fills a block in many.
+
+vLLM looks for blocks to free, to allocate and to publish for each running request at each step, by a dozen calls in
+Python; where a model is small that was a seventh of the time of an engine's step (0.5B with 256 sequences on an H200).
+What is here asks two tables of vLLM's before, and calls vLLM only where one of them has something to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_megatron.compat.patches import is_known, replacement
+from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+
+
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM goes through the allocation of blocks for each running request at each step, also where it has room",
+    upstream="https://github.com/vllm-project/vllm/pull/29206",
+)
+@contextlib.contextmanager
+def only_where_needed(scheduler: Any) -> Iterator[None]:
+    """Have vLLM's ``scheduler`` allocate and publish blocks where there is one to allocate or to publish.
+
+    It plans the same steps with the same blocks. In a version that is not known, and for caches that are not of one
+    kind that keeps all tokens (where blocks are also freed as a sequence grows), all is vLLM's own.
+    """
+    if not is_known(PACKAGES, **KNOWN) or not _keeps_all_tokens(manager := scheduler.kv_cache_manager):
+        yield
+        return
+    _allocate_where_needed(manager)
+    if manager.enable_caching:
+        _publish_where_needed(manager)
+    try:
+        yield
+    finally:
+        for name in ("allocate_slots", "cache_blocks"):
+            vars(manager).pop(name, None)  # the class's own are there again
+
+
+def _keeps_all_tokens(manager: Any) -> bool:
+    """Say whether there is one kind of cache, in which each token has a slot until its request ends.
+
+    A block is also that of one hash: otherwise the end of a prompt is published, and copied, within a block.
+    """
+    from vllm.v1.core import kv_cache_coordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    plain = (kv_cache_coordinator.UnitaryKVCacheCoordinator, kv_cache_coordinator.KVCacheCoordinatorNoPrefixCache)
+    if type(manager) is not KVCacheManager or type(manager.coordinator) not in plain:
+        return False
+    kinds = manager.coordinator.single_type_managers
+    return [type(kind) for kind in kinds] == [FullAttentionManager] and kinds[
+        0
+    ].block_size == manager.block_pool.hash_block_size
+
+
+def _allocate_where_needed(manager: Any) -> None:
+    from vllm.v1.request import RequestStatus
+
+    [kind] = manager.coordinator.single_type_managers
+    blocks, published, size = kind.req_to_blocks, kind.num_cached_block, kind.block_size
+    allocate, none, running = manager.allocate_slots, manager.empty_kv_cache_blocks, RequestStatus.RUNNING
+    publishes = manager.enable_caching
+
+    def allocate_slots(
+        request: Any, num_new_tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **named: Any
+    ) -> Any:
+        # The scheduler gives more only for what waits, which may find blocks of others or has to leave some free.
+        if num_new_tokens and request.status == running and not arguments and not named:
+            name = request.request_id
+            tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            has_room = tokens <= len(blocks.get(name, ())) * size
+            if has_room and (not publishes or tokens < (published.get(name, 0) + 1) * size):
+                return none
+        return allocate(request, num_new_tokens, *arguments, num_lookahead_tokens=num_lookahead_tokens, **named)
+
+    manager.allocate_slots = allocate_slots
+
+
+def _publish_where_needed(manager: Any) -> None:
+    [kind] = manager.coordinator.single_type_managers
+    published, size, publish = kind.num_cached_block, kind.block_size, manager.cache_blocks
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens >= (published.get(request.request_id, 0) + 1) * size:
+            publish(request, num_computed_tokens)
+
+    manager.cache_blocks = cache_blocks
