@@ -20,7 +20,13 @@ from rlhf_megatron.planning.parameters import (
     adapter_parameters,
     model_parameters,
 )
-from rlhf_megatron.planning.rollout_parameters import Replica, replica_of, rollout_parameters, shareable_parameters
+from rlhf_megatron.planning.rollout_parameters import (
+    Replica,
+    quantized_bytes,
+    replica_of,
+    rollout_parameters,
+    shareable_parameters,
+)
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, moments_bytes, role_memory
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.recipe import Recipe
@@ -151,8 +157,8 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
     held = rollout_parameters(architecture, tensor, section.layout.expert_parallel, replica)
     weights = size * held.total / GB
     shared = size * _shared_parameters(recipe, architecture, replica, world_size) / GB
-    if section.quantization:  # a copy in 8 bits of all linear layers but routers and experts
-        weights += held.dense / GB
+    if section.quantization:
+        weights += quantized_bytes(architecture, tensor, section.layout.expert_parallel, replica) / GB
     beside_cache = weights - shared + ROLLOUT_ACTIVATIONS_GB
     if section.kv_cache_gb is not None:
         cache = section.kv_cache_gb

@@ -39,6 +39,7 @@ from rlhf_megatron.planning.parameters import (
 )
 from rlhf_megatron.topology.layout import Layout
 
+_SCALE_BYTES = 4
 LearnedBlocks = Sequence[Sequence[Block]]  # of each tensor rank of a replica
 
 
@@ -95,6 +96,22 @@ def rollout_parameters(
         dense, experts = dense + count * sizes[0], experts + count * sizes[1]
     embeddings = block_sizes(architecture, replica.blocks(0, None), tensor)
     return RankParameters(dense, experts, sum(embeddings.values()))
+
+
+def quantized_bytes(
+    architecture: Architecture, tensor: int, expert_parallel: bool = False, replica: Replica | None = None
+) -> int:
+    """Return the bytes of a rollout's copies in 8 bits, of linear layers and experts, on the same rank: one for each
+    number, and four for each row's scale where the ``replica`` is known."""
+    if replica is None:
+        held = rollout_parameters(architecture, tensor, expert_parallel)
+        return held.dense + held.experts
+    return sum(
+        count * math.prod(shape[:-1]) * (shape[-1] + _SCALE_BYTES)
+        for layer, count in Counter(layer_kinds(architecture)).items()
+        for shape in block_shapes(architecture, replica.blocks(0, layer), tensor).values()
+        if len(shape) > 1
+    )
 
 
 @functools.lru_cache(maxsize=4096)  # layouts are searched by the thousand

@@ -246,7 +246,7 @@ class RolloutSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights; default: model.dtype."""
     quantization: Literal["fp8"] | None = None
-    """Linear layers in e4m3; not experts, embeddings, output. Same needs as steps_ahead."""
+    """Linear layers and experts in e4m3; not embeddings, output. Same needs as steps_ahead."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """Keys and values in e4m3; default: dtype. Same needs as steps_ahead."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
+from hugging_face import make_model
 from parallel.ranks import run_ranks
 from parallel.test_fp8_rollout import (
     FAMILIES,
+    MIXTURES,
     UPDATES,
     WAYS,
     answers,
@@ -46,6 +50,72 @@ def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
         assert difference.median() < 0.004 * expected.abs().mean()
 
 
+def multiply_by_experts(model: str, dtype: str, **rollout: Any) -> dict[str, Any]:
+    """Return what a layer's experts of an engine make of tokens, after other weights were written, and what torch does:
+    differences from products of rounded numbers and of numbers in full, relative to the mean size."""
+    prepare_environment()
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from rlhf_megatron.compat.vllm import internals
+    from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
+
+    section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization="fp8", **rollout)
+    engine = VllmEngine(model, section, dtype, 16, seed=1)
+    layer: Any = next(each for each in internals.model(engine._engine).modules() if isinstance(each, RoutedExperts))
+    places = {name: each.data_ptr() for name, each in layer.named_parameters()}
+    weights = layer.w13_weight.data, layer.w2_weight.data
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(weights[0])
+
+    for weight in weights:
+        weight.copy_(draw(weight.shape))
+    engine.weights_updated(1)
+    x, shares = draw((100, weights[0].shape[2])), torch.rand(100, 2, generator=generator).to(weights[0].device)
+    chosen = torch.rand(100, len(weights[0]), generator=generator).topk(2).indices.int().to(weights[0].device)
+    with engine._in_use():
+        found = layer.quant_method.apply(layer, x, shares, chosen, None, None).float()
+    told: dict[str, Any] = {"stay": places == {name: each.data_ptr() for name, each in layer.named_parameters()}}
+    for name, rounding in (("rounded", rounded), ("in full", lambda values: values)):
+        expected = expected_of_experts(x, *weights, chosen, shares, rounding)
+        apart = (found - expected).abs() / expected.abs().mean()
+        told |= {name: [float(apart.median()), float(apart.max())]}
+    return told
+
+
+def expected_of_experts(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    rounding: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the output [tokens, hidden] of experts with SwiGLU, what is between the two products in ``x``'s type."""
+    output = torch.zeros(x.shape, device=x.device)
+    for expert in range(len(first)):
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (rounding(x[tokens].float()) @ rounding(first[expert].float()).t()).to(x.dtype).chunk(2, 1)
+        inside = silu(gate.float()).to(x.dtype) * up
+        outside = rounding(inside.float()) @ rounding(second[expert].float()).t()
+        output.index_add_(0, tokens, outside * shares[tokens, places, None])
+    return output
+
+
+def test_experts_are_the_products_of_what_is_left_of_both(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 192, "num_experts": 16}
+    model = make_model(tmp_path / "model", "qwen3_moe", tied=False, **sizes)
+    arguments = {"model": str(model), "dtype": "bfloat16", "kv_cache_gb": 1.0, "sleep": False}
+    found: dict[str, Any] = run_ranks(multiply_by_experts, 1, arguments)[0]
+    print(found)
+    assert found["stay"]
+    # bfloat16 keeps 8 bits, and kernels may round a number half-way between two of e4m3 to the other one.
+    assert found["rounded"][0] < 0.015 and found["rounded"][1] < 0.2
+    assert found["in full"][0] > 0.025, "8 bits do differ"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_follows_the_weights(family: str, tmp_path: Path) -> None:
     models = make_models(tmp_path, family)
@@ -53,13 +123,23 @@ def test_an_engine_follows_the_weights(family: str, tmp_path: Path) -> None:
     rollout = {"kv_cache_gb": 1.0, "sleep": False}
     arguments: dict[str, Any] = {"models": [str(model) for model in models], "dtype": "bfloat16"}
     found: dict[str, Any] = run_ranks(answers, 1, arguments | rollout, timeout=300)[0]
-    assert found["shared"]
+    assert found["shared"] and found["quantized stacks"] == (8 if family in MIXTURES else 0)
     for way in WAYS:
+        assert found[f"{way} stay"]
         for update in range(UPDATES):
             of_full = differences(models[update], found[way][update])[1]
             print(f"{family}, {way}: median difference {of_full.median():.1e} from the model in full")
             # A tiny model with random weights: with those of another model it would be above 1.
             assert 1e-3 < of_full.median() < 0.2
+
+
+def test_quantized_experts_are_made_again_after_sleep(tmp_path: Path) -> None:
+    models = make_models(tmp_path, "qwen3_moe")
+    arguments: dict[str, Any] = {"models": [str(model) for model in models], "dtype": "bfloat16", "ways": ["copies"]}
+    found: dict[str, Any] = run_ranks(answers, 1, arguments | {"kv_cache_gb": 1.0, "sleeps": True}, timeout=300)[0]
+    assert found["copies stay"] and found["quantized stacks"] == 8
+    for model, answered in zip(models, found["copies"], strict=True):
+        assert 1e-3 < differences(model, answered)[1].median() < 0.2
 
 
 def to_nearest(values: torch.Tensor) -> torch.Tensor:

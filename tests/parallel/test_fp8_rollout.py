@@ -1,14 +1,18 @@
-"""Rollout in 8 bits against transformers with every linear layer quantized by the formula."""
+"""Rollout in 8 bits against transformers with every linear layer and expert quantized by the formula."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,8 +21,15 @@ from hugging_face import load_model, make_model, random_rows, row_logprobs
 from parallel.ranks import run_ranks
 
 LARGEST = 448.0  # of e4m3, arXiv 2209.05433, table 1
-# Without and with biases. vLLM's Qwen2 takes the size of a head from the hidden size.
-FAMILIES: dict[str, dict[str, int]] = {"qwen3": {}, "qwen2": {"hidden_size": 128}}
+# Without and with biases, also of experts. vLLM's Qwen2 takes the size of a head from the hidden size; GPT-OSS has the
+# limit that vLLM has, and widths that its kernels for CPUs take.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen2": {"hidden_size": 128},
+    "qwen3_moe": {},
+    "gpt_oss": {"swiglu_limit": 7.0, "intermediate_size": 128},
+}
+MIXTURES = ("qwen3_moe", "gpt_oss")
 WAYS = ("copies", "views")
 UPDATES = 2
 
@@ -32,20 +43,28 @@ def answers(
     **rollout: Any,
 ) -> dict[str, Any]:
     """Return greedy answers with the weights of one model after the other, by a fresh engine for each way; between
-    two models it ``sleeps``."""
+    two models it ``sleeps``. Collective over the tensor-parallel ranks of one replica."""
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
+    from rlhf_megatron.compat.vllm import internals
     from rlhf_megatron.models.architecture import read_architecture
     from rlhf_megatron.models.hf_files import CheckpointFiles
     from rlhf_megatron.models.weight_map import rollout_blocks
     from rlhf_megatron.models.weight_source import load_blocks
     from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.regather.learned_rollout import learned_rollout_blocks
     from rlhf_megatron.rollout.engine import Request, Sampling
+    from rlhf_megatron.rollout.vllm import engine_start
     from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 
-    architecture = read_architecture(models[0])
+    architecture, rank = read_architecture(models[0]), dist.get_rank()
     section = RolloutSection(max_response_length=16, max_num_seqs=8, quantization=quantization, **rollout)
+    tensor, whole = section.layout.tensor, section.layout.expert_parallel
+    learned = learned_rollout_blocks(
+        architecture, models[0], range(tensor), tensor, whole, dtype, Path(models[0]).parent
+    )
+    blocks = learned[rank] if learned else rollout_blocks(architecture, tensor, rank, whole)
     requests = [Request(row, prompt, 1) for row, prompt in enumerate(random_rows(16, 250, seed=3)[0])]
     found: dict[str, Any] = {}
     engines = []
@@ -53,10 +72,12 @@ def answers(
     for way in ways:
         engine = VllmEngine(models[0], section, dtype, 16, seed=1, shared=own if way == "views" else None)
         engines.append(engine)  # one that is collected takes torch.distributed with it
+        module = internals.model(engine._engine)
+        places = {name: each.data_ptr() for name, each in module.named_parameters()}
         found[way] = []
         for version, model in enumerate(models):
             with CheckpointFiles(model, architecture) as files:
-                load_blocks(rollout_blocks(architecture, 1, 0), engine.parameters(), files)
+                load_blocks(blocks, engine.parameters(), files)
             engine.weights_updated(version)
             completions = engine.generate(requests, Sampling(0.0, 1.0, -1, 12, ()))
             found[way].append([(completion.token_ids, completion.logprobs) for completion in completions])
@@ -64,6 +85,13 @@ def answers(
                 engine.sleep()
                 engine.wake_weights()
                 engine.wake_kv_cache()
+        parameters = dict(module.named_parameters())
+        found[f"{way} stay"] = places == {name: each.data_ptr() for name, each in parameters.items()}
+        of_experts = [each for name, each in parameters.items() if ".quantized_w" in name and each.dim() == 3]
+        found["quantized stacks"] = len(of_experts)
+        with warnings.catch_warnings(record=True, action="always") as caught:  # tests have them off
+            engine_start.tell_of_experts_in_full(module)
+        found["told"] = [str(warning.message) for warning in caught]
         if way == "copies":
             own = {name: tensor.clone() for name, tensor in engine.parameters().items()}
         else:
@@ -71,21 +99,42 @@ def answers(
     return found
 
 
-def rounded(values: Tensor) -> Tensor:
-    """Return what e4m3 with one scale for each row leaves of [n, m]."""
-    scale = values.abs().amax(1, keepdim=True) / LARGEST
-    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+def rounded(values: Tensor, parts: int = 1) -> Tensor:
+    """Return what e4m3 with one scale for each row, or each of equal ``parts`` of one, leaves of [n, m]."""
+    values_of_parts = values.unflatten(1, (parts, -1))
+    scale = values_of_parts.abs().amax(2, keepdim=True) / LARGEST
+    return ((values_of_parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
 
 
-def quantized_model(folder: Path) -> Any:
-    """Return the folder's model, whose linear layers round their weights and what they are given; not the output
-    layer."""
+def quantized_model(folder: Path, tensor: int = 1, expert_parallel: bool = False) -> Any:
+    """Return the folder's model, whose linear layers and experts round their weights and what they are given, as
+    ``tensor`` ranks would; not the output layer and routers."""
     model = load_model(folder)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            layer.weight.data = rounded(layer.weight.data)
-            layer.register_forward_pre_hook(lambda _, given: (rounded(given[0][0])[None],))
+            parts = tensor if name.endswith(("o_proj", "down_proj")) else 1
+            layer.weight.data = rounded(layer.weight.data, parts)
+            layer.register_forward_pre_hook(lambda _, given, parts=parts: (rounded(given[0][0], parts)[None],))
+        elif hasattr(layer, "gate_up_proj") and hasattr(layer, "down_proj"):
+            layer.forward = functools.partial(rounding_experts, layer, 1 if expert_parallel else tensor)
     return model
+
+
+def rounding_experts(experts: Any, parts: int, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Return what experts of transformers' do [tokens, hidden], with both products of rounded numbers."""
+
+    def multiply(name: str, values: Tensor, expert: int, of: int) -> Tensor:
+        weight = getattr(experts, name)[expert]
+        bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+        return linear(rounded(values, of), rounded(weight.t() if experts.is_transposed else weight, of), bias)
+
+    result = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        inside = experts._apply_gate(multiply("gate_up_proj", x[tokens], expert, 1))
+        outside = multiply("down_proj", inside, expert, parts)
+        result.index_add_(0, tokens, outside * shares[tokens, places, None])
+    return result
 
 
 def make_models(home: Path, family: str) -> list[Path]:
@@ -125,12 +174,38 @@ def results(home: Path) -> dict[str, dict[str, Any]]:
 def test_logprobs_are_those_of_the_quantized_model(
     family: str, way: str, update: int, home: Path, results: dict[str, dict[str, Any]]
 ) -> None:
-    assert results[family]["shared"]
-    of_quantized, of_full = differences(home / f"{family}-{update}", results[family][way][update])
+    assert results[family]["shared"] and results[family][f"{way} stay"]
+    assert results[family]["quantized stacks"] == (8 if family in MIXTURES else 0), "two of each layer"
+    check(home / f"{family}-{update}", results[family][way][update], quantized_model)
+
+
+def check(folder: Path, answered: list[Any], quantized_by: Callable[[Path], Any]) -> None:
+    of_quantized, of_full = differences(folder, answered, quantized_by)
     # A number half-way between two of e4m3 falls to either side by rounding in float32, which costs a sixteenth of it.
     assert of_quantized.median() < 1e-4
     assert of_quantized.max() < 0.1
     assert of_full.median() > 10 * of_quantized.median(), "8 bits do differ"
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["TP2", "EP2"])
+def test_ranks_quantize_what_they_hold(expert_parallel: bool, home: Path) -> None:
+    models = make_models(home, "qwen3_moe")
+    layout = {"tensor": 2, "expert_parallel": expert_parallel}
+    arguments = {"models": [str(model) for model in models], "layout": layout, "ways": ["copies"]}
+    for found in run_ranks(answers, 2, arguments):
+        assert found["told"] == []
+        assert found["copies stay"] and found["quantized stacks"] == 8
+        for model, answered in zip(models, found["copies"], strict=True):
+            check(model, answered, functools.partial(quantized_model, **layout))
+
+
+def test_experts_that_stay_in_full_are_told_of(tmp_path: Path) -> None:
+    """By the one way that there is on CPUs to have them: a model that is not quantized."""
+    model = make_model(tmp_path / "model", "qwen3_moe", tied=False)
+    found = run_ranks(answers, 1, {"models": [str(model)], "quantization": None, "ways": ["copies"]})[0]
+    [line] = found["told"]
+    assert line.startswith("rollout.quantization=fp8: the experts of 4 layers stay as they are: vLLM's model does not")
+    assert found["quantized stacks"] == 0
 
 
 def toward_zero(values: Tensor) -> Tensor:

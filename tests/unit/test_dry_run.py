@@ -329,6 +329,24 @@ def test_memory_by_hand() -> None:
     assert result.phases["generate"] > 80
 
 
+@pytest.mark.parametrize(
+    ("layout", "parts"), [("{}", 1), ("{tensor: 2}", 2), ("{tensor: 2, expert_parallel: true}", 1)]
+)
+def test_memory_of_a_rollout_in_8_bits_by_hand(layout: str, parts: int) -> None:
+    """One byte for each weight of attention and experts of 30B-A3B, four for each row: experts are cut into parts."""
+    corrected = ["algorithm.rollout_correction={type: tis}", f"rollout.layout={layout}", "rollout.kv_cache_gb=8"]
+    plain, quantized = (
+        memory_of(recipe_of("qwen3_30b_a3b_grpo", *corrected, *more), "qwen3-30b-a3b", 16).rollout
+        for more in ([], ["rollout.quantization=fp8"])
+    )
+    assert plain is not None and quantized is not None
+    ranks, hidden, inside = 1 if layout == "{}" else 2, 2048, 768
+    experts = 128 * parts // ranks * (2 * inside // parts * (hidden + 4) + hidden * (inside // parts + 4))
+    attention = (4096 + 2 * 512) // ranks * (hidden + 4) + hidden * (4096 // ranks + 4)
+    assert quantized.weights - plain.weights == pytest.approx(48 * (experts + attention) / GB, rel=1e-3)
+    assert quantized.reserved - plain.reserved == pytest.approx(quantized.weights - plain.weights)
+
+
 @pytest.mark.parametrize(("name", "model"), [("train_step", "qwen2.5-7b"), ("train_step_small", "qwen2.5-0.5b")])
 def test_memory_as_it_was_measured(name: str, model: str) -> None:
     """Of forward and backward on an H200, within a tenth. No step was taken: Adam had master weights alone."""

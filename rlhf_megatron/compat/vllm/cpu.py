@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -130,38 +131,53 @@ def keep_experts_unpacked() -> None:
 
     Version 0.25 has no such class: there everything but experts works, whose weights stay repacked.
     """
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
+    if not has_unpacked_experts():
         return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    def apply(
-        experts: Any,
-        *,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        expert_map: Tensor | None,
-        **__: Any,
-    ) -> None:
-        activate = _ACTIVATIONS[activation.value]
-        held = topk_ids if expert_map is None else expert_map[topk_ids]  # -1: another rank's
-        output.zero_()
-        for expert in held.unique().tolist():
-            if expert < 0:
-                continue
-            tokens, choices = (held == expert).nonzero(as_tuple=True)
-            biases = [None if all_of is None else all_of[expert] for all_of in (experts.w1_bias, experts.w2_bias)]
-            inside = activate(functional.linear(hidden_states[tokens], w1[expert], biases[0]))
-            result = functional.linear(inside, w2[expert], biases[1])
-            output.index_add_(0, tokens, (result * topk_weights[tokens, choices, None]).to(output.dtype))
+    def apply(experts: Any, *, w1: Tensor, w2: Tensor, **named: Any) -> None:
+        def multiply(weights: Tensor, biases: Tensor | None, expert: int, x: Tensor) -> Tensor:
+            return functional.linear(x, weights[expert], None if biases is None else biases[expert])
+
+        first = functools.partial(multiply, w1, experts.w1_bias)
+        apply_experts(first, functools.partial(multiply, w2, experts.w2_bias), **named)
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts.apply = apply
+
+
+def has_unpacked_experts() -> bool:
+    """Return whether this version of vLLM has the class by which experts on CPUs stay as they are."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def apply_experts(
+    first: Callable[[int, Tensor], Tensor],
+    second: Callable[[int, Tensor], Tensor],
+    *,
+    output: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    expert_map: Tensor | None,
+    **__: Any,
+) -> None:
+    """Fill ``output`` [tokens, hidden]; ``first`` and ``second`` are the products of an expert with [n, columns], the
+    rest is as vLLM gives it to experts."""
+    activate = _ACTIVATIONS[activation.value]
+    held = topk_ids if expert_map is None else expert_map[topk_ids]  # -1: another rank's
+    output.zero_()
+    for expert in held.unique().tolist():
+        if expert < 0:
+            continue
+        tokens, choices = (held == expert).nonzero(as_tuple=True)
+        result = second(expert, activate(first(expert, hidden_states[tokens])))
+        output.index_add_(0, tokens, (result * topk_weights[tokens, choices, None]).to(output.dtype))
 
 
 @patch(

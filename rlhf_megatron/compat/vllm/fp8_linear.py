@@ -3,46 +3,63 @@
 A layer keeps its full-precision ``weight``, which a weight sync fills or which is the actor's own memory, and gets a
 quantized copy with one scale for each row. Activations get one scale for each token as they come. So y = x W^T becomes
 (s_x q_x) (q_W s_W)^T, where q = round(v / s) in e4m3 and s = max |v| / 448, as in arXiv 2209.05433, section 3, by rows.
-Routers, experts, embeddings and the output layer stay as they are.
 
 Import after ``process_environment.prepare_environment``: it imports vLLM.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-METHOD = "rlhf_megatron_fp8"
 TYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(TYPE).max
 _SMALLEST_SCALE = 1 / (LARGEST * 512)  # vLLM's kernel has the same
-_QUANTIZED, _SCALE = "quantized_weight", "weight_scale"
 
 
-def quantized_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [n, m] -> (e4m3 [n, m], scales [n, 1] float32), of which the product is nearly ``values``."""
+def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize [n, m] -> (e4m3 [n, m], scales [n, 1] float32), of which the product is nearly ``values``.
+
+    ``into``: contiguous memory for the former.
+    """
     if values.is_cuda:
         from vllm import _custom_ops
 
-        quantized, scale = _custom_ops.scaled_fp8_quant(values, use_per_token_if_dynamic=True)
+        quantized, scale = _custom_ops.scaled_fp8_quant(values, use_per_token_if_dynamic=True, output=into)
         return quantized, scale
     scale = (values.abs().amax(1, keepdim=True).float() / LARGEST).clamp(min=_SMALLEST_SCALE)
-    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE), scale
+    quantized = (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE)
+    return quantized if into is None else into.copy_(quantized), scale
 
 
-def add_room(layer: Any) -> None:
-    """Give a layer with a ``weight`` the parameters of its quantized copy, which hold nothing yet."""
-    quantized = torch.empty_like(layer.weight, dtype=TYPE)
-    scale = torch.empty(len(quantized), 1, dtype=torch.float32, device=quantized.device)
-    for name, tensor in ((_QUANTIZED, quantized), (_SCALE, scale)):
-        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+def copy_names(name: str) -> tuple[str, str]:
+    """Return the names of the quantized copy of a layer's parameter, and of its scales."""
+    return f"quantized_{name}", f"{name}_scale"
+
+
+def add_room(layer: Any, name: str = "weight") -> None:
+    """Give a layer the parameters of the quantized copy of one of [..., rows, columns], which hold nothing yet."""
+    quantized = torch.empty_like(getattr(layer, name), dtype=TYPE)
+    scale = torch.empty(*quantized.shape[:-1], 1, dtype=torch.float32, device=quantized.device)
+    for own, tensor in zip(copy_names(name), (quantized, scale), strict=True):
+        layer.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+def requantize(layer: Any, name: str = "weight") -> None:
+    """Quantize a parameter as it is now, into the memory of its copy."""
+    quantized, scale = (getattr(layer, own).data for own in copy_names(name))
+    columns = quantized.shape[-1]
+    scale.view(-1, 1).copy_(quantized_rows(getattr(layer, name).data.view(-1, columns), quantized.view(-1, columns))[1])
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply [n, columns] in full precision by quantized rows -> [n, rows] in the type of ``x``, in plain torch."""
+    quantized, scale_of_tokens = quantized_rows(x)
+    output = (quantized.float() * scale_of_tokens) @ (weight.float() * scale).t()
+    return output.to(x.dtype) if bias is None else (output + bias).to(x.dtype)
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -55,72 +72,17 @@ class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantize the weight as it is now, in place."""
-        quantized, scale = quantized_rows(layer.weight.data)
-        layer.quantized_weight.data.copy_(quantized)
-        layer.weight_scale.data.copy_(scale)
+        requantize(layer)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply [..., columns] -> [..., rows], in the type of ``x``."""
         tokens = x.reshape(-1, x.shape[-1])
-        quantized, scale = quantized_rows(tokens)
         if x.is_cuda:
             from vllm import _custom_ops
 
+            quantized, scale = quantized_rows(tokens)
             weight = layer.quantized_weight.t()
             output = _custom_ops.cutlass_scaled_mm(quantized, weight, scale, layer.weight_scale, x.dtype, bias)
         else:
-            product = (quantized.float() * scale) @ (layer.quantized_weight.float() * layer.weight_scale).t()
-            output = product.to(x.dtype) if bias is None else (product + bias).to(x.dtype)
+            output = product(tokens, layer.quantized_weight, layer.weight_scale, bias)
         return output.view(*x.shape[:-1], -1)
-
-
-class Fp8Config(QuantizationConfig):  # type: ignore[misc]
-    """Choice of the layers that are quantized; nothing about it is in a checkpoint."""
-
-    def get_name(self) -> str:
-        """See vLLM."""
-        return METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """See vLLM."""
-        return [torch.bfloat16, torch.float16, *([] if torch.cuda.is_available() else [torch.float32])]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """See vLLM: Ada and later multiply in e4m3."""
-        return 89
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """See vLLM."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Fp8Config:
-        """See vLLM."""
-        return cls()
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> UnquantizedLinearMethod | None:
-        """Return the method of a layer; None leaves vLLM its own."""
-        if not isinstance(layer, LinearBase):
-            return None
-        return UnquantizedLinearMethod() if isinstance(layer, ReplicatedLinear) else Fp8LinearMethod()
-
-
-@functools.cache
-def install() -> None:
-    """Make the method known to vLLM in this process."""
-    register_quantization_config(METHOD)(Fp8Config)
-
-
-def is_full_precision(name: str) -> bool:
-    """Return whether a parameter of this name is one of the model's, and not made from another."""
-    return name.rpartition(".")[2] not in (_QUANTIZED, _SCALE)
-
-
-def quantize(model: torch.nn.Module) -> None:
-    """Quantize all weights as they are now."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, Fp8LinearMethod):
-            method.process_weights_after_loading(layer)

@@ -261,14 +261,50 @@ NAMES = (
         "Base.init_parameters(module, dtype)",
         "loaders on the meta device",
     ),
-    # Linear layers in 8 bits (compat.vllm.fp8_linear).
+    # Linear layers and experts in 8 bits (compat.vllm.fp8_layers).
     PrivateName(_LAYERS + "linear", "LinearBase", "layers that are quantized"),
     PrivateName(_LAYERS + "linear", "ReplicatedLinear", "layers that are not"),
     PrivateName(_LAYERS + "linear", "UnquantizedLinearMethod", "the full-precision weight"),
     PrivateName(_LAYERS + "quantization", "register_quantization_config(quantization)", "a method of ours"),
     PrivateName(_LAYERS + "quantization.base_config", "QuantizationConfig", "a method of ours"),
-    PrivateName("vllm._custom_ops", "scaled_fp8_quant", "rows in 8 bits"),
+    PrivateName("vllm._custom_ops", "scaled_fp8_quant(input)", "rows in 8 bits"),
     PrivateName("vllm._custom_ops", "cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)", "their product"),
+    PrivateName(_LAYERS + "fused_moe", "RoutedExperts", "experts that are quantized"),
+    PrivateName(_LAYERS + "fused_moe.routed_experts", "RoutedExperts.moe_config", "experts that are quantized"),
+    *(
+        PrivateName(
+            _LAYERS + "fused_moe.unquantized_fused_moe_method",
+            f"UnquantizedFusedMoEMethod.{name}",
+            "the full-precision experts and their kernel",
+        )
+        for name in (
+            "experts_cls",
+            "create_weights(layer)",
+            "process_weights_after_loading(layer)",
+            "get_fused_moe_quant_config(layer)",
+            "apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)",
+        )
+    ),
+    PrivateName(
+        _LAYERS + "fused_moe.fused_moe_method_base", "FusedMoEMethodBase.moe_kernel", "the kernel of quantized experts"
+    ),
+    PrivateName(
+        _LAYERS + "fused_moe.config", "fp8_w8a8_moe_quant_config(w1_scale, w2_scale)", "scales of quantized experts"
+    ),
+    PrivateName(
+        _LAYERS + "fused_moe.experts.triton_moe",
+        "TritonExperts._supports_quant_scheme(weight_key, activation_key)",
+        "experts that vLLM's kernel can multiply in 8 bits",
+    ),
+    PrivateName(
+        _LAYERS + "fused_moe.modular_kernel",
+        "FusedMoEExperts.is_supported_config(moe_config, weight_key, activation_key, activation_format)",
+        "experts that vLLM's kernel can multiply in 8 bits",
+    ),
+    *(
+        PrivateName(_LAYERS + "quantization.utils.quant_utils", name, "scales of channels and tokens")
+        for name in ("kFp8StaticChannelSym", "kFp8DynamicTokenSym")
+    ),
     # Parsers of answers (compat.vllm.answer_parsers).
     *(
         PrivateName(module, name, "tool calls and reasoning of agents", absent="answers of agents stay text")

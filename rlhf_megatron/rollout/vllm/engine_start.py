@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
@@ -68,16 +69,30 @@ def make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, Te
     from vllm import LLM
 
     if quantizes:
-        from rlhf_megatron.compat.vllm import fp8_linear
+        from rlhf_megatron.compat.vllm import fp8_layers
 
-        fp8_linear.install()
-        arguments["quantization"] = fp8_linear.METHOD
+        fp8_layers.install()
+        arguments["quantization"] = fp8_layers.METHOD
     offered = shared_weights.offered(shared) if shared or quantizes else contextlib.nullcontext()
     with offered, internals.own_rotary_modules():
         try:
-            return LLM(**arguments)
+            llm = LLM(**arguments)
         except (ValueError, AssertionError) as error:
             refusal = refusal_of(error, max_length)
             if refusal is None:
                 raise
             raise refusal from error
+    if quantizes:
+        tell_of_experts_in_full(internals.model(llm.llm_engine))
+    return llm
+
+
+def tell_of_experts_in_full(model: torch.nn.Module) -> None:
+    """Warn, in one line, where a model of vLLM's that is to be quantized has experts that are not."""
+    from rlhf_megatron.compat.vllm import fp8_layers
+
+    if reasons := fp8_layers.left_in_full(model):
+        warnings.warn(
+            f"rollout.quantization=fp8: the experts of {len(reasons)} layers stay as they are: {reasons[0]}",
+            stacklevel=2,
+        )

@@ -116,13 +116,13 @@ class VllmEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         """See RolloutEngine. Fused as vLLM has them (qkv_proj, gate_up_proj), the vocabulary padded; tied ones once."""
-        from rlhf_megatron.compat.vllm import fp8_linear
+        from rlhf_megatron.compat.vllm import fp8_layers
 
         named = internals.model(self._engine).named_parameters()
         return {
             name: parameter.data
             for name, parameter in named
-            if fp8_linear.is_full_precision(name) and not latent_weights.is_derived(name)
+            if fp8_layers.is_full_precision(name) and not latent_weights.is_derived(name)
         }
 
     def pointer_check(self) -> None:
@@ -140,9 +140,9 @@ class VllmEngine:
             torch.cuda.synchronize()  # whichever streams they were written on
         latent_weights.follow(internals.model(self._engine))
         if self._section.quantization:
-            from rlhf_megatron.compat.vllm import fp8_linear
+            from rlhf_megatron.compat.vllm import fp8_layers
 
-            fp8_linear.quantize(internals.model(self._engine))
+            fp8_layers.quantize(internals.model(self._engine))
         if not self._paused:
             self._drop_prefixes()
         self._core.weights_updated(version)
