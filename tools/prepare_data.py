@@ -153,7 +153,7 @@ def add_import(commands: Commands, shared: argparse.ArgumentParser) -> None:
     parser = commands.add_parser(
         "import",
         parents=[shared],
-        help="jsonl, csv, parquet or arrow files, or a data set of the Hugging Face hub's form",
+        help="jsonl, JSON, csv, tsv, parquet or arrow files, or a data set of the Hugging Face hub's form",
         description="Makes verl's columns of a field with the prompt (a text, or messages) and one with the right "
         "answer, and keeps the columns named by --keep as they are, such as messages, or chosen and rejected.",
     )

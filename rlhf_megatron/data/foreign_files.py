@@ -1,4 +1,5 @@
-"""Rows of files that others wrote in any of the usual formats: jsonl, csv, parquet, arrow, and folders of these.
+"""Rows of files that others wrote in any of the usual formats: jsonl, a list in JSON, csv, tsv, parquet, arrow, texts
+compressed by gzip, and folders of these.
 
 Here: which files of a data set belong to a split, and reading them. Not here: what training reads (rows.py), and
 what becomes of the rows (imported_rows.py).
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,14 @@ from rlhf_megatron.untrusted import check_regular, parse_json, read_json, read_t
 
 # Of a line of JSON, or a field of a csv file.
 MOST_LINE_BYTES = 64 * 2**20
+# Of a file that is one list in JSON: it is read as a whole.
+MOST_LIST_BYTES = 256 * 2**20
 MOST_CARD_BYTES = 2**22
-FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+FORMATS = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".arrow")
+COMPRESSED = ".gz"  # behind a format of text
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# What a damaged gzip file raises beside OSError.
+_DAMAGED = (EOFError, zlib.error)
 # What files of a split are named by, where no card names them: as on the Hugging Face hub.
 _SPLIT_WORDS = {
     "train": "train|training",
@@ -50,15 +60,24 @@ def read_records(path: Path, columns: Sequence[str], drops_images: bool = False)
         DataError: the file cannot be read, or a row is damaged or has images.
     """
     _check_file(path)
-    kinds = {".parquet": _parquet, ".arrow": _arrow, ".csv": _csv, ".jsonl": _jsonl, ".json": _jsonl}
-    if path.suffix not in kinds:
+    tables = {".csv": _csv, ".tsv": _csv}
+    kinds = {".parquet": _parquet, ".arrow": _arrow, ".jsonl": _json, ".json": _json, **tables}
+    kind = format_of(path)
+    if kind not in kinds:
         raise DataError(f"--input: {shown(path)} is none of {', '.join(FORMATS)}; convert it")
     wanted = columns if drops_images else [*columns, *MEDIA_COLUMNS]
-    for location, values in kinds[path.suffix](path, list(dict.fromkeys(wanted))):
+    for location, values in kinds[kind](path, list(dict.fromkeys(wanted))):
         for column in MEDIA_COLUMNS:
             if values.get(column) and not drops_images:
                 raise location.error(column, "only text is imported; --drop-images imports that alone")
         yield location, values
+
+
+def format_of(path: str | Path) -> str:
+    """Return the ending of a file's name, which is one of FORMATS where the file can be read; .gz is passed over."""
+    name = Path(path)
+    inner = Path(name.stem).suffix if name.suffix == COMPRESSED else ""
+    return inner if inner in (".jsonl", ".json", *_DELIMITERS) else name.suffix
 
 
 def data_files(path: Path, split: str, config: str | None = None) -> list[Path]:
@@ -79,7 +98,7 @@ def data_files(path: Path, split: str, config: str | None = None) -> list[Path]:
         path = path / split
     if (path / "state.json").is_file():
         return _saved_files(path)
-    relative = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.suffix in FORMATS)
+    relative = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if format_of(file) in FORMATS)
     return [path / name for name in split_files(relative, card_of(path / "README.md"), split, config, str(path))]
 
 
@@ -96,7 +115,7 @@ def split_files(names: Sequence[str], card: dict[str, Any], split: str, config: 
     Raises:
         DataError: there is no such split or subset.
     """
-    names = [name for name in names if Path(name).suffix in FORMATS and Path(name).name not in ("dataset_infos.json",)]
+    names = [name for name in names if format_of(name) in FORMATS and Path(name).name not in ("dataset_infos.json",)]
     configs = {
         each.get("config_name"): each.get("data_files") for each in card.get("configs") or [] if isinstance(each, dict)
     }
@@ -142,7 +161,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     _check_file(path)
     try:
-        with path.open("rb") as lines:
+        with _opened(path) as lines:
             for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
                 where = f"{path}, line {number}"
                 if len(line) > MOST_LINE_BYTES:
@@ -151,8 +170,13 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 text = line.removeprefix(codecs.BOM_UTF8).strip()
                 if text:
                     yield number, _record(text, where)
-    except OSError as error:
+    except (OSError, *_DAMAGED) as error:
         raise DataError(f"--input: {shown(path)} cannot be read ({reason_of(error)})") from error
+
+
+def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    """Open a file of text; of a compressed one, the text."""
+    return gzip.open(path, "rb") if path.suffix == COMPRESSED else path.open("rb")
 
 
 def _check_file(path: Path) -> None:
@@ -167,27 +191,62 @@ def _record(text: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object of a line; raises DataError."""
     try:
         record = parse_json(text, where, DataError)
-        json.dumps(record, ensure_ascii=False).encode()
     except DataError as error:
         why = str(error).removeprefix(f"{shown(where)}: ").removeprefix("not valid JSON ").strip("()")
         raise DataError(f"{shown(where)}: not JSON ({why}); the file must be jsonl") from error
-    except UnicodeEncodeError as error:
-        raise DataError(f"{shown(where)}: holds half of a surrogate pair; write it again") from error
+    return _checked(record, where)
+
+
+def _checked(record: Any, where: str) -> dict[str, Any]:
+    """Return a value of JSON that is an object and can be written; raises DataError."""
     if not isinstance(record, dict):
         raise DataError(f"{shown(where)}: {type(record).__name__} instead of a JSON object")
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{shown(where)}: holds half of a surrogate pair; write it again") from error
     return record
 
 
-def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    yield from ((RowLocation(str(path), row), record) for row, (_, record) in enumerate(read_jsonl(path)))
+def _json(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+    """Yield the rows of a file with one JSON object per line, or with one list of them."""
+    listed = _list(path)
+    if listed is None:
+        records = (record for _, record in read_jsonl(path))
+    else:
+        records = (_checked(record, f"{path}, row {row}") for row, record in enumerate(listed))
+    yield from ((RowLocation(str(path), row), record) for row, record in enumerate(records))
+
+
+def _list(path: Path) -> list[Any] | None:
+    """Return what is in a file that is one list in JSON; None where its first line begins otherwise.
+
+    Raises:
+        DataError: the file cannot be read, is too large or not JSON.
+    """
+    try:
+        with _opened(path) as file:
+            text = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
+            if not text.startswith(b"["):
+                return None
+            text += file.read(MOST_LIST_BYTES)
+    except (OSError, *_DAMAGED) as error:
+        raise DataError(f"--input: {shown(path)} cannot be read ({reason_of(error)})") from error
+    if len(text) > MOST_LIST_BYTES:
+        raise DataError(
+            f"--input: {shown(path)} is a list of over {MOST_LIST_BYTES:,} bytes; write an object per line: jq -c '.[]'"
+        )
+    listed: list[Any] = parse_json(text, str(path), DataError)
+    return listed
 
 
 def _csv(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of a csv file, whose first line names the columns; all values are texts."""
+    """Yield the rows of a csv or tsv file, whose first line names the columns; all values are texts."""
     csv.field_size_limit(MOST_LINE_BYTES)
+    kind = format_of(path)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as text:
-            rows = csv.reader(text, strict=True)
+        with io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as text:
+            rows = csv.reader(text, strict=True, delimiter=_DELIMITERS[kind])
             names = next(rows, [])
             if len(set(names)) < len(names) or not all(names):
                 raise DataError(f"{shown(path)}: its first line must name the columns, each once; it is {shown(names)}")
@@ -199,8 +258,8 @@ def _csv(path: Path, columns: Sequence[str]) -> Iterator[Record]:
                         column, f"the row has {len(values)} fields instead of {len(names)}; quote the text"
                     )
                 yield location, dict(zip(names, values, strict=True))
-    except (csv.Error, OSError, UnicodeError) as error:
-        raise DataError(f"--input: {shown(path)} is not csv ({reason_of(error)}); write it again") from error
+    except (csv.Error, OSError, UnicodeError, *_DAMAGED) as error:
+        raise DataError(f"--input: {shown(path)} is not {kind[1:]} ({reason_of(error)}); write it again") from error
 
 
 def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Record]:

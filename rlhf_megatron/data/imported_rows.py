@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_megatron.data.column_values import column_value, parse_ground_truth, parse_turns, with_system_prompt
-from rlhf_megatron.data.foreign_files import card_of, data_files, read_records, split_files
+from rlhf_megatron.data.foreign_files import COMPRESSED, card_of, data_files, read_records, split_files
 from rlhf_megatron.data.parquet import RowLocation
 from rlhf_megatron.data.prepared_rows import (
     CONSOLE,
@@ -105,7 +105,9 @@ def imported_row(options: ImportRequest, values: Row, location: RowLocation, ind
             raise location.error(column, f"missing; the row has {shown(', '.join(map(str, values)))}")
         row[column] = values[column]
     info: Row = {"split": split_name(options), "index": index}
-    source = options.data_source or (options.input if is_hub_name(options.input) else Path(options.input).stem)
+    source = options.data_source or (
+        options.input if is_hub_name(options.input) else Path(options.input.removesuffix(COMPRESSED)).stem
+    )
     if options.prompt_field is None:
         return {"data_source": source, "extra_info": info, **row}
     prompt, answer = column_value(values, options.prompt_field), ""

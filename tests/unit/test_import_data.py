@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
+from rlhf_megatron.data import foreign_files
 from rlhf_megatron.data.foreign_files import data_files, split_files
 from rlhf_megatron.data.prepared_rows import write_rows
 from rlhf_megatron.errors import DataError
@@ -31,6 +33,19 @@ def write_csv(path: Path) -> None:
         writer = csv.DictWriter(file, ["question", "answer", "level"])
         writer.writeheader()
         writer.writerows(ROWS)
+
+
+def write_tsv(path: Path) -> None:
+    lines = ["\t".join(map(str, row.values())) for row in ROWS]
+    path.write_text("\n".join(["question\tanswer\tlevel", *lines]))
+
+
+def write_list(path: Path) -> None:
+    path.write_text("\ufeff\n" + json.dumps(ROWS, indent=2), encoding="utf-8")
+
+
+def write_compressed(path: Path) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
 
 
 def write_parquet(path: Path, rows: list[Row] = ROWS) -> None:
@@ -63,7 +78,10 @@ def imported(source: Path, *options: str) -> list[Row]:
     ("name", "write"),
     [
         ("sums.jsonl", write_jsonl),
+        ("sums.json", write_list),
+        ("sums.jsonl.gz", write_compressed),
         ("sums.csv", write_csv),
+        ("sums.tsv", write_tsv),
         ("sums.parquet", write_parquet),
         ("sums.arrow", write_arrow_stream),
         ("sums.arrow", write_arrow_file),
@@ -132,6 +150,10 @@ def test_messages_paths_and_kept_columns(tmp_path: Path) -> None:
         ("a.jsonl", '{"question": "x", "images": ["p"]}\n', FIELDS, "row 0, column images: only text is imported"),
         ("a.jsonl", '{"question": [{"role": "user"}]}\n', FIELDS, "column question: message 0 has content of type"),
         ("a.jsonl", "", FIELDS, "0 rows are left"),
+        ("a.json", '[{"question": "x", "answer": "1"}, 2]', FIELDS, "a.json, row 1: int instead of a JSON object"),
+        ("a.json", '[{"question": "x"}', FIELDS, "a.json: not valid JSON"),
+        ("a.jsonl.gz", '{"question": "x"}', FIELDS, "a.jsonl.gz cannot be read (Not a gzipped file"),
+        ("a.parquet.gz", "PAR1", FIELDS, "a.parquet.gz is none of .parquet"),
     ],
 )
 def test_one_line_says_what_is_wrong(tmp_path: Path, name: str, content: str, options: list[str], problem: str) -> None:
@@ -139,6 +161,20 @@ def test_one_line_says_what_is_wrong(tmp_path: Path, name: str, content: str, op
     with pytest.raises(DataError) as told:
         imported(tmp_path / name, *options)
     assert problem in str(told.value) and "\n" not in str(told.value)
+
+
+def test_a_compressed_file_that_ends_early_is_one_line(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl.gz", json.dumps(ROWS[0])), ("a.csv.gz", "question,answer\nx,1\n")):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode())[:-12])
+        with pytest.raises(DataError, match="end-of-stream"):
+            imported(tmp_path / name, *FIELDS)
+
+
+def test_a_long_list_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_list(tmp_path / "a.json")
+    monkeypatch.setattr(foreign_files, "MOST_LIST_BYTES", 100)
+    with pytest.raises(DataError, match=r"a list of over 100 bytes; write an object per line: jq -c"):
+        imported(tmp_path / "a.json", *FIELDS)
 
 
 def test_images_of_parquet_are_dropped_only_if_that_is_asked_for(tmp_path: Path) -> None:
@@ -162,6 +198,7 @@ def test_files_of_a_split_are_found_as_the_hub_finds_them() -> None:
     assert split_files(FILES, {}, "train", None, "x") == FILES[:2]
     assert split_files(FILES, {}, "test", None, "x") == FILES[2:]
     assert split_files(["a.jsonl", "b.csv"], {}, "train", None, "x") == ["a.jsonl", "b.csv"]
+    assert split_files(["a/train.jsonl.gz", "b/train.jsonl.gz"], {}, "train", "b", "x") == ["b/train.jsonl.gz"]
     assert split_files(SUBSETS, CARD, "train", "main", "x") == SUBSETS[:1]
     assert split_files(SUBSETS, CARD, "train", "socratic", "x") == SUBSETS[2:3]
     assert split_files(SUBSETS, {}, "train", "socratic", "x") == SUBSETS[2:3]
