@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.evaluation_recipe import EvaluationRecipe
+from rlhf_megatron.recipe.other_names import WITHOUT_SENSE, name_here
 from rlhf_megatron.recipe.plain_yaml import parse_yaml, yaml_problem
 from rlhf_megatron.recipe.recipe import READING_ORDER, Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
@@ -36,32 +37,6 @@ _LONGEST_KEY = 100  # beyond it, no key that is meant is looked for
 _FREE_TEXT = frozenset(["system_prompt", "pattern"])
 _MOST_CHARACTERS = 4096  # of a path in Linux
 _GENERATING = ("rollout", "reward")  # the sections that an evaluation reads beside those of all loops
-# Keys of other projects that would do nothing here, or could not.
-_WITHOUT_SENSE = {
-    "checkpoint_layer": "choose modules of every layer by recompute.modules (granularity selective), or so many whole "
-    "layers by recompute.layers (granularity full)",
-    "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and only delta nets have one, by "
-    "kernels of their own; leave it out",
-    "torch_compile": "vLLM compiles the rollout's model unless rollout.enforce_eager; the trainer's layers are "
-    "kernels of Megatron's and Transformer Engine's; leave it out",
-}
-_ONE_ENGINE = (
-    "a replica prefills and decodes in one engine, with the settings of all replicas, and prefills a group's prompt "
-    "once; vLLM's connectors hand requests from one engine to another; use enable_chunked_prefill, "
-    "max_num_batched_tokens and max_num_seqs"
-)
-# vLLM's keys, and verl's: a section, and what is in it.
-_WITHOUT_SENSE |= dict.fromkeys(
-    (
-        *("disaggregated_prefill", "kv_transfer_config", "kv_role", "disaggregation", "prefill", "decode"),
-        *("prefill_replicas", "decode_replicas", "decode_tensor_model_parallel_size", "transfer_backend"),
-    ),
-    _ONE_ENGINE,
-)
-_FLOAT32_STATE = "optimizer.state_dtype is the type of both moments; master weights are float32"
-_WITHOUT_SENSE |= dict.fromkeys(
-    ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), _FLOAT32_STATE
-)
 AnyKind = TypeVar("AnyKind", bound=Recipe)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # tabs and line breaks are odd, and can be seen
 _OF_A_SHELL = re.compile(r"~/|\$\{|\$\w+/")
@@ -353,12 +328,16 @@ def _problem_of_text(text: str) -> str | None:
 def _suggestion(name: str, prefix: str, section: type[BaseModel]) -> str:
     """Return the nearest key of the same section; failing that, the same or a near name anywhere in a recipe."""
     name = name[:_LONGEST_KEY]
-    if name in _WITHOUT_SENSE:
-        return f": {_WITHOUT_SENSE[name]}"
+    if name in WITHOUT_SENSE:
+        return f": {WITHOUT_SENSE[name]}"
+    known = list(known_keys())
+    if other := name_here(name, prefix, known):
+        return f"; it is {other} here"
     here = difflib.get_close_matches(name, list(section.model_fields), 1, 0.6)
     if here:
         return f"; did you mean {prefix}{here[0]}?"
-    everywhere = {key.rsplit(".", 1)[-1]: key for key in known_keys()}
+    # Of several, the one in the fewest sections; of several roles, the first.
+    everywhere = {key.rsplit(".", 1)[-1]: key for key in sorted(reversed(known), key=lambda key: -key.count("."))}
     near = difflib.get_close_matches(name, list(everywhere), 1, 0.7)
     return f"; did you mean {everywhere[near[0]]}?" if near else f"; known keys here: {', '.join(section.model_fields)}"
 

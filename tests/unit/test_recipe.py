@@ -36,6 +36,7 @@ from rlhf_megatron.recipe import (
     resolved_yaml,
 )
 from rlhf_megatron.recipe.load import section_of
+from rlhf_megatron.recipe.other_names import NAMES_HERE, WITHOUT_SENSE
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.rollout import DrawnLengthsSection
 
@@ -152,6 +153,14 @@ def test_resolved_yaml_loads_to_the_same_recipe(small: Path, tmp_path: Path) -> 
         ("algorithm.clip_ratio_hi=0.3", "unknown key algorithm.clip_ratio_hi; did you mean algorithm.clip_ratio_high?"),
         ("algoritm.kl_coef=0.3", "unknown key algoritm; did you mean algorithm?"),
         ("kl_coef=0.3", "unknown key kl_coef; did you mean algorithm.kl_coef?"),
+        ("lr=0.3", "unknown key lr; it is actor.optimizer.learning_rate here"),
+        ("learning_rate=0.3", "unknown key learning_rate; did you mean actor.optimizer.learning_rate?"),
+        (
+            "rollout.tensor_parallel_size=2",
+            "unknown key rollout.tensor_parallel_size; it is rollout.layout.tensor here",
+        ),
+        ("rollout.n=8", "unknown key rollout.n; it is batch.responses_per_prompt here"),
+        ("trainer.nnodes=2", "(tools/verl/from_verl.py) makes a recipe of its command"),
         ("actor.optimizer.lerning_rate=1", "did you mean actor.optimizer.learning_rate?"),
         (
             "reward.zzz=1",
@@ -636,3 +645,9 @@ def test_a_role_has_a_type_of_its_own(small: Path) -> None:
     recipe = load_recipe(small, ["model.dtype=float16", critic, *GAE])
     assert [recipe.dtype_of(section) for section in recipe.roles.values()] == ["float16", "bfloat16"]
     assert "actor.dtype" in refusal(small, "actor.dtype=float16")
+
+
+def test_names_of_other_projects_mean_keys_that_there_are() -> None:
+    known = set(known_keys())
+    assert set(NAMES_HERE.values()) <= known
+    assert not {*NAMES_HERE, *WITHOUT_SENSE} & {key.rpartition(".")[2] for key in known}
