@@ -18,7 +18,7 @@ import numpy
 from numpy.typing import NDArray
 
 from rlhf_megatron.data.column_values import column_value
-from rlhf_megatron.data.parquet import MEDIA_COLUMNS, Columns, RowLocation
+from rlhf_megatron.data.parquet import MEDIA_COLUMNS, VERL_COLUMNS, Columns, RowLocation
 from rlhf_megatron.data.rows import Block, ParquetRows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
@@ -151,7 +151,11 @@ Rows = ParquetRows | OwnRows
 
 
 def open_rows(
-    files: Sequence[str | Path], section: DataSection, required: Columns, optional: Sequence[str] = ()
+    files: Sequence[str | Path],
+    section: DataSection,
+    required: Columns,
+    optional: Sequence[str] = (),
+    forms: str = VERL_COLUMNS,
 ) -> Rows:
     """Return the rows of files: of the recipe's own data set where it has one, else of parquet files.
 
@@ -160,7 +164,7 @@ def open_rows(
     """
     if section.dataset is not None:
         return OwnRows([str(file) for file in files], section.dataset, required)
-    return ParquetRows(files, required, optional, memory_mb=section.shuffle_window_mb)
+    return ParquetRows(files, required, optional, section.shuffle_window_mb, forms)
 
 
 def load_class(specification: str) -> Callable[[list[str]], Any]:

@@ -80,6 +80,11 @@ class RowGroup(NamedTuple):
     largest: int
 
 
+VERL_COLUMNS = (
+    "the columns are verl's: data_source, prompt, reward_model, extra_info (tools/prepare_data.py writes them)"
+)
+
+
 class SourceFile:
     """A parquet file of which some columns are read.
 
@@ -91,8 +96,8 @@ class SourceFile:
         media: columns of images, videos or sound that are not null in all rows.
     """
 
-    def __init__(self, path: Path, required: Columns, optional: Sequence[str]) -> None:
-        """Open the file and check its footer.
+    def __init__(self, path: Path, required: Columns, optional: Sequence[str], forms: str = VERL_COLUMNS) -> None:
+        """Open the file and check its footer; ``forms`` says, where a column is missing, which ones are read.
 
         Raises:
             DataError: there is no such file, it is no parquet file, lacks a column or has one twice, or claims a row
@@ -120,10 +125,7 @@ class SourceFile:
         missing = [column for column in needed if column not in names]
         if missing:
             which = f"column{'s' if missing[1:] else ''} {shown(', '.join(missing))}"
-            raise DataError(
-                f"{shown(path)}, {which}: missing; the file has {shown(', '.join(names))}; the columns are verl's: "
-                "data_source, prompt, reward_model, extra_info (tools/prepare_data.py writes them)"
-            )
+            raise DataError(f"{shown(path)}, {which}: missing; the file has {shown(', '.join(names))}; {forms}")
         self.columns = [name for name in dict.fromkeys((*needed, *optional)) if name in names]
         for column in self.columns:
             if names.count(column) > 1:
@@ -203,7 +205,9 @@ class SourceFile:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: BaseException) -> DataError:
-        return DataError(f"{shown(self.name)}: not a readable parquet file ({reason_of(error)}); make it again")
+        is_other = Path(self.name).suffix != ".parquet"
+        advice = "convert it with tools/prepare_data.py import" if is_other else "make it again"
+        return DataError(f"{shown(self.name)}: not a readable parquet file ({reason_of(error)}); {advice}")
 
     def _row_group(self, index: int, metadata: Any) -> RowGroup:
         """Check what the footer claims of a row group."""

@@ -21,7 +21,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from rlhf_megatron.data.decoded_blocks import DecodedBlocks
-from rlhf_megatron.data.parquet import UNREADABLE, Columns, RowLocation, SourceFile, pieces, python_rows
+from rlhf_megatron.data.parquet import UNREADABLE, VERL_COLUMNS, Columns, RowLocation, SourceFile, pieces, python_rows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import reason_of, shown
 
@@ -69,6 +69,7 @@ class ParquetRows:
         required: Columns,
         optional: Sequence[str] = (),
         memory_mb: int = DEFAULT_MEMORY_MB,
+        forms: str = VERL_COLUMNS,
     ) -> None:
         """Read the files' footers.
 
@@ -77,6 +78,7 @@ class ParquetRows:
             required: top-level columns that every file must have, or a function of a file's columns that names them.
             optional: top-level columns that are read where they exist.
             memory_mb: how much of the decoded blocks is kept, at least one block.
+            forms: says, where a column is missing, which ones are read.
 
         Raises:
             DataError: no file, a file that cannot be read or is named twice, no rows, or a missing column.
@@ -91,7 +93,7 @@ class ParquetRows:
         digest = hashlib.blake2b(digest_size=16)
         named: dict[tuple[int, int], str | Path] = {}
         for path in files:
-            file = SourceFile(Path(path), required, optional)
+            file = SourceFile(Path(path), required, optional, forms)
             status = os.stat(path)
             same = named.setdefault((status.st_dev, status.st_ino), path)
             if len(named) == len(self._files):

@@ -95,6 +95,11 @@ def link_to_itself(folder: Path) -> Path:
     return folder / "link.parquet"
 
 
+def written_text(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
 NO_FILE: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "missing": (lambda folder: folder / "none.parquet", "none.parquet: there is no such file"),
     "folder": (lambda folder: folder, r"is not a regular file \(a folder\)"),
@@ -113,6 +118,10 @@ NO_FILE: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "empty": (file_of(lambda content: b""), "not a readable parquet file .*; make it again"),
     "text": (file_of(lambda content: b"hello, this is text\n" * 10), "not a readable parquet file"),
     "json lines": (file_of(lambda content: b'{"prompt": []}\n' * 10), "not a readable parquet file"),
+    "json lines by name": (
+        lambda folder: written_text(folder / "a.jsonl", '{"prompt": []}'),
+        "a.jsonl: not a readable parquet file .*; convert it with tools/prepare_data.py import",
+    ),
     "names only": (file_of(lambda content: b"PAR1PAR1"), "not a readable parquet file"),
     "end cut off": (file_of(lambda content: content[:-20]), "not a readable parquet file"),
     "begin cut off": (

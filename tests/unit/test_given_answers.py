@@ -217,7 +217,7 @@ def test_pairs_in_every_form_are_the_same(
         ({"prompt": "a", "completion": " "}, {}, "column completion: ' ' instead of a response text"),
         ({"prompt": "", "completion": "b"}, {}, "column prompt: every message is empty"),
         ({"messages": CHAT}, {"overlong_prompts": "stop", "max_response_length": 3}, "over data.max_response_length"),
-        ({"question": "a", "answer": "b"}, {}, "columns prompt, reward_model: missing; the file has question, answer"),
+        ({"question": "a", "answer": "b"}, {}, "missing; the file has question, answer; loop: sft reads messages"),
     ],
 )
 def test_one_line_says_what_is_wrong_with_a_row(
@@ -236,7 +236,7 @@ def test_one_line_says_what_is_wrong_with_a_row(
         ({"chosen": say("a?", "b"), "rejected": say("a?")}, "column rejected: differs from chosen by no answer"),
         ({"chosen": say("a?", "b"), "rejected": say("a?", "b")}, "column rejected:"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "column rejected: the same text as chosen"),
-        ({"chosen": "b"}, "column rejected: missing; the file has chosen"),
+        ({"chosen": "b"}, "column rejected: missing; the file has chosen; loop: reward_modeling reads"),
     ],
 )
 def test_one_line_says_what_is_wrong_with_a_pair(read: Callable[..., list[Prompt]], row: Row, problem: str) -> None:
