@@ -52,6 +52,7 @@ def job(folder: Path, count: int, *keys: str, fault: str = "") -> Iterator[list[
         ]
 
 
+@pytest.mark.grid  # torchrun's restarts are in every run of the tests
 def test_a_rank_that_stands_still_is_killed_and_a_warning_of_the_job_has_the_run_saved(folder: Path) -> None:
     run = folder / "runs" / "whole"
     with job(folder, 2, fault="stop@update:15:1") as nodes:

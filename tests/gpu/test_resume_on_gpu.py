@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -47,8 +48,9 @@ def train(folder: Path, *arguments: str) -> None:
     command(folder, *torchrun, str(ROOT / TRAIN), "recipe.yaml", *arguments)
 
 
-def test_a_run_that_goes_on_has_the_same_bits(tmp_path: Path) -> None:
-    check_resume(tmp_path)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_run_that_goes_on_has_the_same_bits(state_dtype: str, tmp_path: Path) -> None:
+    check_resume(tmp_path, f"actor.optimizer.state_dtype={state_dtype}")
 
 
 def check_resume(tmp_path: Path, *overrides: str) -> None:

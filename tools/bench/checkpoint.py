@@ -25,11 +25,13 @@ from random_role import make_parser, random_batch, random_role, run
 
 from rlhf_megatron.checkpoint.storage import write_tensors
 from rlhf_megatron.data.rollout_batch import RolloutBatch
+from rlhf_megatron.runtime.command import command
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
 
 
+@command
 def main() -> int:
     """Return the exit status."""
     parser = make_parser(__doc__ or "", length=1024)

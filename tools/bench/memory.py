@@ -27,6 +27,7 @@ from rlhf_megatron.planning.memory import estimate
 from rlhf_megatron.planning.model_folders import role_architectures
 from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import Recipe, load_recipe
+from rlhf_megatron.runtime.command import command
 
 # Names of switches, and the keys of a role's section that they are.
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen7b_grpo.yaml"
 SECONDS_FOR_ONE = 180.0
 
 
+@command
 def main() -> int:
     """Measure one switch after the other; return 1 where a process failed otherwise than for lack of memory."""
     parser = make_parser(__doc__ or "", length=512)

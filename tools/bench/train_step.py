@@ -26,6 +26,7 @@ from random_role import make_parser, random_batch, random_role, run, timed
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.models.flops import peak_flops, training_flops
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
+from rlhf_megatron.runtime.command import command
 
 if TYPE_CHECKING:
     from rlhf_megatron.roles.role import Role
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 WARM_UPS, REPEATS = 2, 5
 
 
+@command
 def main() -> int:
     """Return the exit status."""
     parser = make_parser(__doc__ or "", length=2048)
