@@ -17,6 +17,7 @@ from rlhf_megatron.data.column_values import (
     parse_extra_info,
     parse_ground_truth,
     parse_messages,
+    row_of_users,
     with_system_prompt,
 )
 from rlhf_megatron.data.own_rows import open_rows
@@ -264,13 +265,13 @@ def _tools_check(section: MultiTurnSection, partner: TurnTools, tokenizer: Token
 
 def _row_of_turns(recipe: RLRecipe, values: dict[str, Any], location: RowLocation) -> dict[str, Any]:
     """Return a row as those who reply between turns get it."""
-    return {
-        "prompt": with_system_prompt(parse_messages(values["prompt"], location), recipe.data.system_prompt),
-        "data_source": parse_data_source(values["data_source"], location),
-        "ground_truth": parse_ground_truth(values["reward_model"], location),
-        "extra_info": parse_extra_info(values.get("extra_info"), location),
-        "seed": recipe.seed,
-    }
+    return row_of_users(
+        with_system_prompt(parse_messages(values["prompt"], location), recipe.data.system_prompt),
+        parse_data_source(values["data_source"], location),
+        parse_ground_truth(values["reward_model"], location),
+        parse_extra_info(values.get("extra_info"), location),
+        recipe.seed,
+    )
 
 
 def _right_answers(recipe: RLRecipe) -> list[ScoreItem]:

@@ -217,7 +217,11 @@ def test_pairs_in_every_form_are_the_same(
         ({"prompt": "a", "completion": " "}, {}, "column completion: ' ' instead of a response text"),
         ({"prompt": "", "completion": "b"}, {}, "column prompt: every message is empty"),
         ({"messages": CHAT}, {"overlong_prompts": "stop", "max_response_length": 3}, "over data.max_response_length"),
-        ({"question": "a", "answer": "b"}, {}, "missing; the file has question, answer; loop: sft reads messages"),
+        (
+            {"question": "a", "answer": "b"},
+            {},
+            "columns prompt, reward_model: missing; the file has question, answer; loop: sft reads messages",
+        ),
     ],
 )
 def test_one_line_says_what_is_wrong_with_a_row(

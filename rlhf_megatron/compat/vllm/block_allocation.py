@@ -53,10 +53,9 @@ def _keeps_all_tokens(manager: Any) -> bool:
     plain = (kv_cache_coordinator.UnitaryKVCacheCoordinator, kv_cache_coordinator.KVCacheCoordinatorNoPrefixCache)
     if type(manager) is not KVCacheManager or type(manager.coordinator) not in plain:
         return False
-    kinds = manager.coordinator.single_type_managers
-    return [type(kind) for kind in kinds] == [FullAttentionManager] and kinds[
-        0
-    ].block_size == manager.block_pool.hash_block_size
+    first, *others = manager.coordinator.single_type_managers
+    is_full = type(first) is FullAttentionManager and not others
+    return is_full and first.block_size == manager.block_pool.hash_block_size
 
 
 def _allocate_where_needed(manager: Any) -> None:
