@@ -155,7 +155,8 @@ def add_import(commands: Commands, shared: argparse.ArgumentParser) -> None:
         parents=[shared],
         help="jsonl, JSON, csv, tsv, parquet or arrow files, or a data set of the Hugging Face hub's form",
         description="Makes verl's columns of a field with the prompt (a text, or messages) and one with the right "
-        "answer, and keeps the columns named by --keep as they are, such as messages, or chosen and rejected.",
+        "answer, and keeps the columns named by --keep as they are, such as messages, or chosen and rejected. Where "
+        "rows have no messages, --keep messages makes them of ShareGPT's conversations.",
     )
     parser.add_argument(
         "--input", required=True, help="a file, a folder of files or of datasets' save_to_disk, or OWNER/NAME"

@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rlhf_megatron.data.column_values import column_value, parse_ground_truth, parse_turns, with_system_prompt
+from rlhf_megatron.data.column_values import (
+    Message,
+    column_value,
+    parse_ground_truth,
+    parse_turns,
+    with_system_prompt,
+)
 from rlhf_megatron.data.foreign_files import COMPRESSED, card_of, data_files, read_records, split_files
 from rlhf_megatron.data.parquet import RowLocation
 from rlhf_megatron.data.prepared_rows import (
@@ -26,6 +33,17 @@ from rlhf_megatron.errors import DataError
 from rlhf_megatron.hub import DEFAULT_REVISION, Repository, commit_of, files_of, folder_of, is_hub_name
 from rlhf_megatron.untrusted import shown
 
+_MESSAGES, _SHARE_GPT = "messages", "conversations"
+# The speakers of ShareGPT's turns, and their roles.
+_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImportRequest(RowRequest):
@@ -37,7 +55,7 @@ class ImportRequest(RowRequest):
         prompt_field: text, or messages; a path into structs such as a.b.
         answer_field: the right answer.
         data_source: chooses the reward; None: the name of the input.
-        keep: columns to keep as they are.
+        keep: columns to keep as they are; messages are made of ShareGPT's conversations where a row has these alone.
         from_split: of a data set.
         config: subset of a data set, where it has several.
         drop_images: read the text of rows that have images.
@@ -67,6 +85,7 @@ def imported_rows(options: ImportRequest) -> list[Row]:
     excluded = read_questions(options.exclude)
     fields = [field for field in (options.prompt_field, options.answer_field, *options.keep) if field is not None]
     columns = [name for field in fields for name in (field, field.split(".")[0])]
+    columns += [_SHARE_GPT] if _MESSAGES in options.keep else []
     rows: list[Row] = []
     for file in input_files(options):
         for location, values in read_records(file, columns, options.drop_images):
@@ -101,6 +120,9 @@ def imported_row(options: ImportRequest, values: Row, location: RowLocation, ind
     """Return one row in verl's columns, with those that are kept; raises DataError where a field is missing."""
     row: Row = {}
     for column in options.keep:
+        if column == _MESSAGES and values.get(column) is None and _SHARE_GPT in values:
+            row[column] = turns_of_share_gpt(values[_SHARE_GPT], location)
+            continue
         if column not in values:
             raise location.error(column, f"missing; the row has {shown(', '.join(map(str, values)))}")
         row[column] = values[column]
@@ -125,6 +147,26 @@ def imported_row(options: ImportRequest, values: Row, location: RowLocation, ind
         answer = parse_ground_truth({"ground_truth": given}, location)
     described = {"data_source": source, "prompt": messages, "reward_model": {"style": "rule", "ground_truth": answer}}
     return {**described, "extra_info": info, **row}
+
+
+def turns_of_share_gpt(value: Any, location: RowLocation) -> list[Message]:
+    """Return the messages of a list of ``{"from": "human", "value": "..."}``; raises DataError for other speakers."""
+    if not isinstance(value, list):
+        raise location.error(_SHARE_GPT, f"{shown(repr(value))} instead of a list of {{from, value}}; remove the row")
+    turns = []
+    for index, turn in enumerate(value):
+        if not isinstance(turn, dict):
+            raise location.error(_SHARE_GPT, f"turn {index} is {shown(repr(turn))} instead of {{from, value}}")
+        speaker = turn.get("from")
+        role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+        if role is None:
+            raise location.error(
+                _SHARE_GPT,
+                f"turn {index} is from {shown(repr(speaker))}, and known are {', '.join(_ROLES)}; rename it, or remove "
+                "the row",
+            )
+        turns.append({"role": role, "content": turn.get("value")})
+    return parse_turns(turns, _SHARE_GPT, location)
 
 
 def question_of(row: Row, location: RowLocation) -> str:

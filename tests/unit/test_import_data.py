@@ -117,6 +117,52 @@ def test_messages_paths_and_kept_columns(tmp_path: Path) -> None:
     assert len(imported(tmp_path / "sums.jsonl", *FIELDS, "--exclude", str(held_out))) == 1
 
 
+SPOKEN = [
+    {"from": "system", "value": "Be short."},
+    {"from": "human", "value": "a?"},
+    {"from": "gpt", "value": "b", "weight": 1},
+    {"from": "user", "value": "c?"},
+    {"from": "assistant", "value": ""},
+]
+
+
+@pytest.mark.parametrize(("name", "write"), [("chat.jsonl", write_jsonl), ("chat.parquet", write_parquet)])
+def test_conversations_of_share_gpt_become_messages(tmp_path: Path, name: str, write: Any) -> None:
+    written = [
+        {"role": role, "content": turn["value"]}
+        for role, turn in zip(("system", "user", "assistant", "user", "assistant"), SPOKEN, strict=True)
+    ]
+    write(tmp_path / name, [{"id": "x_0", "conversations": SPOKEN}, {"id": "x_1", "conversations": SPOKEN[1:3]}])
+    rows = imported(tmp_path / name, "--keep", "messages")
+    assert [row["messages"] for row in rows] == [written, written[1:3]]
+    assert set(rows[0]) == {"messages", "data_source", "extra_info"}
+    both = [{"conversations": SPOKEN, "messages": written[1:3]}]
+    write_jsonl(tmp_path / "both.jsonl", both)
+    assert imported(tmp_path / "both.jsonl", "--keep", "messages")[0]["messages"] == written[1:3]
+
+
+@pytest.mark.parametrize(
+    ("conversations", "problem"),
+    [
+        (
+            [SPOKEN[1], {"from": "bot", "value": "b"}],
+            "turn 1 is from 'bot', and known are system, human, user, gpt, chatgpt, assistant; rename it, or remove",
+        ),
+        ([SPOKEN[1], {"role": "gpt", "value": "b"}], "turn 1 is from None, and known are system, human"),
+        ([{"from": ["gpt"], "value": "b"}], "turn 0 is from ['gpt'], and known are system, human"),
+        ([{"from": "gpt", "value": 3}], "message 0 has content of type int instead of text"),
+        (["Hello"], "turn 0 is 'Hello' instead of {from, value}"),
+        ("Hello", "'Hello' instead of a list of {from, value}; remove the row"),
+        ([], "empty; give at least one message"),
+    ],
+)
+def test_conversations_of_others_are_refused(tmp_path: Path, conversations: Any, problem: str) -> None:
+    write_jsonl(tmp_path / "chat.jsonl", [{"conversations": SPOKEN}, {"conversations": conversations}])
+    with pytest.raises(DataError) as told:
+        imported(tmp_path / "chat.jsonl", "--keep", "messages")
+    assert f"chat.jsonl, row 1, column conversations: {problem}" in str(told.value) and "\n" not in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "problem"),
     [
