@@ -92,14 +92,14 @@ _OF_THE_CLASS = {
 _FLAGS = {
     "do_sample", "is_decoder", "is_llama_config", "output_attentions", "output_hidden_states", "output_scores",
     "remove_invalid_values", "return_dict", "return_dict_in_generate", "tf_legacy_loss", "torchscript",
-    "unsloth_fixed", "use_bfloat16", "use_cache",
+    "unsloth_fixed", "use_bfloat16", "use_cache", "use_grouped_mm",
 }  # fmt: skip
 _WHOLE = {"max_sequence_length", "max_window_layers", "model_max_length", "num_labels", "pretraining_tp"}
 _FRACTIONS = {"initializer_range"}
 _TABLES = {"id2label", "label2id", "task_specific_params", "transformers.js_config"}
 _TEXTS = {
-    "finetuning_task", "name_or_path", "prefix", "problem_type", "tokenizer_class", "transformers_version",
-    "unsloth_version",
+    "finetuning_task", "internal_version", "name_or_path", "prefix", "problem_type", "tokenizer_class",
+    "transformers_version", "unsloth_version",
 }  # fmt: skip
 # How transformers generates; here the recipe says so.
 _GENERATION = {

@@ -79,7 +79,8 @@ def test_a_small_model_has_the_logprobs_of_transformers(
             "logprobs": difference,
         },
     )
-    assert difference < 1e-5
+    # With delta nets transformers' own logprobs in float32 are up to 1.3e-5 from those in float64, ours 1.4e-5.
+    assert difference < (2e-5 if PUBLISHED[name]["model_type"].startswith(("qwen3_5", "qwen3_next")) else 1e-5)
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

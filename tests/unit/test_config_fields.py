@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import published_configs
 import published_dense
 import published_fields
 from published_fields import (
@@ -49,6 +50,7 @@ from rlhf_megatron.models.description import DeltaNet
 from rlhf_megatron.planning.parameters import active_parameters, model_parameters
 from rlhf_megatron.planning.report import plan_text
 from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.yarn import attention_factor
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = published_fields.PUBLISHED | published_dense.PUBLISHED
@@ -125,9 +127,24 @@ def test_layers_with_a_delta_net_are_those_of_transformers() -> None:
         "no multiple of linear_num_key_heads": QWEN3_NEXT | {"linear_num_value_heads": 24},
         "attn_output_gate is False": QWEN3_NEXT | {"attn_output_gate": False},
         "layer_scale is True": QWEN3_NEXT | {"layer_scale": True},
+        "output_gate_type is 'sigmoid', .*; supported: silu, swish": QWEN3_NEXT | {"output_gate_type": "sigmoid"},
+        "output_gate_type is None": QWEN3_NEXT | {"output_gate_type": None},  # which vLLM asserts away
     }.items():
         with pytest.raises(ModelError, match=changed):
             parse_architecture(expected, "here")
+    assert parse_architecture(QWEN3_NEXT | {"output_gate_type": "swish"}, "here") == read
+
+
+def test_queries_that_do_not_grow_leave_all_positions() -> None:
+    devstral = published_configs.PUBLISHED["Devstral-2-123B-Instruct"]
+    read = parse_architecture(devstral, "here")
+    assert read.max_positions == 262144 and read.rope.attention_factor == attention_factor(64.0)
+    growing = devstral | {"rope_parameters": devstral["rope_parameters"] | {"llama_4_scaling_beta": 0.1}}
+    assert parse_architecture(growing, "here").max_positions == 4096
+    for wrong in (False, -0.1, "0", None):
+        changed = devstral | {"rope_parameters": devstral["rope_parameters"] | {"llama_4_scaling_beta": wrong}}
+        with pytest.raises(ModelError, match="llama_4_scaling_beta"):
+            parse_architecture(changed, "here")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +294,9 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0
 LLAMA3 = LLAMA["rope_scaling"]
 assert isinstance(LLAMA3, dict)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (GEMMA3, {"rope_theta": None}, "rope_theta is None; it must be a number above 0"),
+    (GEMMA3, {"rope_local_base_freq": None}, "rope_local_base_freq is None; it must be a number above 0"),
+    (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta is None"),
     (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
     (MISTRAL, {"sliding_window": 0}, "sliding_window is 0; it must be a whole number above 0"),
     (MISTRAL, {"sliding_window": 4096.0}, "sliding_window is 4096.0; it must be a whole number"),
@@ -439,7 +459,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GEMMA3, {"rope_parameters": {"full_attention": 5}}, "rope_parameters is "),
     (GEMMA3, {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_type is 'default' and type is 'linear'"),
     (GEMMA3, {"rope_scaling": 5}, "rope_scaling"),
-    (GEMMA3, {"rope_local_base_freq": -1}, "rope_theta is -1"),
+    (GEMMA3, {"rope_local_base_freq": -1}, "rope_local_base_freq is -1"),
     (GEMMA3, {"vision_config": {}}, "vision_config"),
     (GRANITE, {"residual_multiplier": 0.0}, "residual_multiplier is 0.0; it must be a number above 0"),
     (GRANITE, {"embedding_multiplier": None}, "embedding_multiplier is null, which transformers refuses"),

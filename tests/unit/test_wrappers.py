@@ -124,6 +124,7 @@ def test_fields_of_both_levels_are_read_from_text_config() -> None:
         (QWEN, {"head_dim": 64}, "head_dim is 64, .*hidden_size / num_attention_heads, 128"),
         (QWEN, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, r"mrope_section is \[16, 24\]"),
         (QWEN, {"rope_scaling": {"type": "su", "mrope_section": [16, 24, 24]}}, "rope_scaling.rope_type is 'su'"),
+        (PUBLISHED["Qwen3.6-27B"], {"language_model_only": True}, "language_model_only is True, .*; supported: False"),
         (BOTH, {"num_hidden_layers": 35}, "num_hidden_layers is 35, and text_config does not say so"),
         (GLM_4_1V, {"text_config": GLM_4_1V["text_config"] | {"attention_bias": False}}, "attention_bias is False"),
         (

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.models.config_fields import size
+from rlhf_megatron.models.config_fields import size, unsupported
 from rlhf_megatron.models.description import Architecture, LayerKind, SharedExpert
 from rlhf_megatron.models.families import delta_net_tensors
 from rlhf_megatron.models.families.decoder import NO_ATTENTION_BIAS, Decoder
 from rlhf_megatron.models.families.qwen2_moe import dense_layers
 
-FIELDS = delta_net_tensors.FIELDS | {"partial_rotary_factor"}
+_GATE = "output_gate_type"  # of a delta net's output
+FIELDS = delta_net_tensors.FIELDS | {_GATE, "partial_rotary_factor"}
 NEVER_NULL = (*delta_net_tensors.NEVER_NULL, "head_dim", "num_key_value_heads")
-# vLLM alone reads the last two.
-ONLY = NO_ATTENTION_BIAS | {"attn_output_gate": True, "output_gate_type": "silu", "use_sliding_window": False}
+# vLLM alone reads attn_output_gate.
+ONLY = NO_ATTENTION_BIAS | {"attn_output_gate": True, "use_sliding_window": False}
 # What transformers takes for absent fields, where other decoders have something else.
 _ABSENT = {"norm_topk_prob": True, "partial_rotary_factor": 0.25}
 
@@ -38,6 +39,8 @@ class DeltaDecoder(Decoder):
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """See Family."""
         config = _ABSENT | dict(config)
+        if config.get(_GATE, "silu") not in ("silu", "swish"):  # two names of what transformers has in any case
+            raise unsupported(path, _GATE, config[_GATE], "silu, swish")
         # The names of layer types are other ones than those of windows.
         plain = super().read(path, {field: value for field, value in config.items() if field != "layer_types"})
         has_delta = delta_net_tensors.delta_layers(path, config, plain.layers)

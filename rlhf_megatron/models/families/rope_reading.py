@@ -38,7 +38,7 @@ def read_rope(
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers chooses
     written: dict[str, Any] = config.get(field) or {}
     given = {key: value for key, value in written.items() if value is not None}
-    theta = number(path, "rope_theta", given if "rope_theta" in given else config, default_theta)
+    theta = number(path, "rope_theta", written if "rope_theta" in written else config, default_theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if given.get("type", kind) != kind:
         difference = f"{field}.rope_type is {brief(kind)} and type is {brief(given['type'])}"

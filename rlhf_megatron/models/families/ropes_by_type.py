@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.models.config_fields import brief, unsupported
+from rlhf_megatron.models.config_fields import brief, number, unsupported
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families.decoder import Decoder
 from rlhf_megatron.models.families.rope_reading import read_rope
@@ -52,5 +52,7 @@ class RopesByType(Decoder):
         for kind, (field, absent) in self.thetas.items():
             given = dict((nested or {}).get(kind) or {"rope_type": "default"})
             given |= (scaling or {}) if kind == FULL else {}
-            by_kind[kind] = {"rope_theta": config.get(field, absent)} | given
+            if "rope_theta" not in given:
+                given["rope_theta"] = number(path, field, config, absent)
+            by_kind[kind] = given
         return by_kind

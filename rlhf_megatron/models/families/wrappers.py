@@ -25,6 +25,7 @@ _OF_LANGUAGE = (
 _READ = frozenset({"architectures", "model_type", "text_config", *_OF_LANGUAGE})
 _TIED = "tie_word_embeddings"
 _NOT_EXPORTED = ("quantization_config", "torch_dtype")
+_ONLY = {"language_model_only": False}  # of Qwen3.6's wrapper: it has its vision tower
 _VISION: dict[str, tuple[type, ...]] = {"vision_config": (dict,)}
 _IDS = ("image_token_id", "video_token_id")
 _QWEN = _VISION | dict.fromkeys((*_IDS, "vision_end_token_id", "vision_start_token_id"), (int,))
@@ -189,7 +190,7 @@ def _checked_text(path: Path, config: Mapping[str, Any], wrapper: Wrapper) -> di
     outer = {field: value for field, value in config.items() if field in _READ or field in wrapper.types or not is_flat}
     if not is_flat:
         _check_beside_text(path, config, text, wrapper)
-    check_fields(path, outer, FamilyFields(read=_READ, types=wrapper.types))
+    check_fields(path, outer, FamilyFields(read=_READ, types=wrapper.types, only=_ONLY))
     classes = f"{wrapper.classes}ForConditionalGeneration"
     if config.get("architectures") not in (None, [classes]):
         raise unsupported(path, "architectures", config["architectures"], f'["{classes}"]')
