@@ -28,7 +28,7 @@ def main() -> int:
     parser = ArgumentParser(
         description="List layouts of a recipe that fit so many GPUs: the one whose steps are expected to be fastest, "
         "and below it the fastest of those that need less memory. Needs no GPU and no weights.",
-        epilog="For example: recipes/qwen32b_dapo.yaml --world 64 cluster.gpu=H200 cluster.gpu_memory_gb=140",
+        epilog="For example: recipes/qwen32b_dapo.yaml --world 64 cluster.gpu=H200",
     )
     add_recipe_arguments(parser)
     parser.add_argument("--world", required=True, help="the number of GPUs")

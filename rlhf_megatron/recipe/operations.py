@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -200,6 +200,12 @@ class RegatherSection(Section):
 HOPPER = ("H100", "H20", "H200", "H800")
 """Those of ``cluster.gpu`` that multiply blocks in 8 bits, each with its own scale."""
 
+# In GB of 2^30 bytes, as the cards report; of an A100 the larger one.
+_MEMORY_GB = {
+    "A100": 80.0, "A800": 80.0, "B200": 179.0, "GB200": 185.0, "H100": 80.0, "H20": 96.0, "H200": 140.0, "H800": 80.0,
+    "L40S": 45.0,
+}  # fmt: skip
+
 
 class ClusterSection(Section):
     """The machines, for planning and for choosing near sources in a weight sync."""
@@ -207,13 +213,22 @@ class ClusterSection(Section):
     gpus_per_node: int = Field(default=8, gt=0)
     """GPUs per node."""
     gpu_memory_gb: float = Field(default=80.0, gt=0, le=LARGEST_MEMORY_GB)
-    """``--dry-run`` compares its estimate."""
+    """``--dry-run`` compares its estimate; ``gpu``'s by default."""
     memory_reserve_gb: float = Field(default=0.0, ge=0, le=LARGEST_MEMORY_GB)
     """Kept free in plans beside 5%."""
     gpu: Literal["A100", "A800", "B200", "GB200", "H100", "H20", "H200", "H800", "L40S"] | None = None
     """For ``--dry-run``'s step time."""
     link_gb_per_sec: float | None = Field(default=None, gt=0)
     """Inter-node bandwidth per GPU, for estimates."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _memory_of_gpu(cls, given: Any) -> Any:
+        """Fill in what the named GPU has: a plan for an L40S must not fill 80 GB."""
+        kind = given.get("gpu") if isinstance(given, dict) else None
+        if not isinstance(kind, str) or kind not in _MEMORY_GB:
+            return given
+        return {"gpu_memory_gb": _MEMORY_GB[kind]} | given
 
     @model_validator(mode="after")
     def _memory_is_left(self) -> ClusterSection:

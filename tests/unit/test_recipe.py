@@ -10,7 +10,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -36,6 +36,7 @@ from rlhf_megatron.recipe import (
     resolved_yaml,
 )
 from rlhf_megatron.recipe.load import section_of
+from rlhf_megatron.recipe.operations import ClusterSection
 from rlhf_megatron.recipe.other_names import NAMES_HERE, WITHOUT_SENSE
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.rollout import DrawnLengthsSection
@@ -651,3 +652,19 @@ def test_names_of_other_projects_mean_keys_that_there_are() -> None:
     known = set(known_keys())
     assert set(NAMES_HERE.values()) <= known
     assert not {*NAMES_HERE, *WITHOUT_SENSE} & {key.rpartition(".")[2] for key in known}
+
+
+def test_plans_fill_the_memory_of_the_named_gpu(small: Path) -> None:
+    def planned(*overrides: str) -> float:
+        return load_rl(small, list(overrides)).cluster.planned_memory_gb
+
+    assert planned() == planned("cluster.gpu=H100") == 80
+    assert planned("cluster.gpu=L40S") == 45 and planned("cluster.gpu=B200") == 179
+    assert planned("cluster.gpu=L40S", "cluster.gpu_memory_gb=44") == 44
+    with pytest.raises(RecipeError, match="memory_reserve_gb=45 leaves nothing of gpu_memory_gb=45"):
+        planned("cluster.gpu=L40S", "cluster.memory_reserve_gb=45")
+    with pytest.raises(RecipeError, match="cluster.gpu: Input should be 'A100'"):
+        planned("cluster.gpu=[L40S]")
+    # Every GPU that may be named has a memory.
+    kinds = get_args(get_args(ClusterSection.model_fields["gpu"].annotation)[0])
+    assert {planned(f"cluster.gpu={kind}") for kind in kinds} == {45, 80, 96, 140, 179, 185}
