@@ -104,12 +104,29 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         ([f"{ACTOR}.optim.lr_warmup_steps=10", "data.train_batch_size=512"], "actor.optimizer.warmup_steps", 20),
         (["trainer.total_training_steps=50", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
          "actor.optimizer.warmup_steps", 20),
+        # All of verl's engines take the share where lr_warmup_steps is not above 0, Megatron's that of lr_decay_steps.
+        (["trainer.total_training_steps=50", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+          f"{ACTOR}.optim.lr_warmup_steps=0"], "actor.optimizer.warmup_steps", 20),
+        (["trainer.total_training_steps=50", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "model_engine=megatron",
+          f"{ACTOR}.optim.lr_decay_steps=100"], "actor.optimizer.warmup_steps", 40),
+        # config/optim/veomni.yaml has a cosine, torchtitan.yaml a line to min_lr_factor, which 1 makes a constant.
+        (["model_engine=veomni"], "actor.optimizer.schedule", "cosine"),
+        (["model_engine=veomni", f"{ACTOR}.optim.lr_min=1e-7"], "actor.optimizer.min_learning_rate", 1e-7),
+        (["model_engine=veomni", f"{ACTOR}.optim.lr_scheduler_type=constant"], "actor.optimizer.schedule", "constant"),
+        (["model_engine=torchtitan"], "actor.optimizer.schedule", "linear"),
+        (["model_engine=torchtitan", f"{ACTOR}.optim.min_lr_factor=0.1", f"{ACTOR}.optim.lr=1e-5"],
+         "actor.optimizer.min_learning_rate", 1e-6),
+        (["model_engine=torchtitan", f"{ACTOR}.optim.min_lr_factor=1.0"], "actor.optimizer.schedule", "constant"),
+        # optimizer.py: lr_scheduler_type = warmup_style, where it is not null.
+        ([f"{ACTOR}.optim.lr_scheduler_type=constant", f"{ACTOR}.optim.warmup_style=cosine"],
+         "actor.optimizer.schedule", "cosine"),
         ([f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.min_lr=1e-7"], "actor.optimizer.min_learning_rate",
          1e-7),
         ([f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.min_lr_ratio=0.1", f"{ACTOR}.optim.lr=1e-5"],
          "actor.optimizer.min_learning_rate", 1e-6),
         ([f"{ACTOR}.optim.betas=[0.9,0.95]"], "actor.optimizer.beta2", 0.95),
         ([f"{ACTOR}.grad_clip=0.5"], "actor.optimizer.clip_grad", 0.5),
+        ([f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=0.3"], "actor.optimizer.clip_grad", 0.3),
         ([f"{ACTOR}.clip_ratio=0.1"], "algorithm.clip_ratio_high", 0.2),
         ([f"{ACTOR}.clip_ratio_high=0.28"], "algorithm.clip_ratio_low", 0.2),
         ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_low=3e-4"], "algorithm.clip_ratio_low", 3e-4),
@@ -294,6 +311,9 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "the deviation is that of responses"),
         (f"{ACTOR}.policy_loss.loss_mode=kl_cov", "tokens are chosen in the whole minibatch"),
         (f"{ACTOR}.use_rollout_log_probs=True", "read by verl 0.7 alone"),
+        (f"{ACTOR}.grad_clip=0.5", "verl from 0.8 on reads optim.clip_grad alone; 0.5 is taken"),
+        (f"{ACTOR}.torchtitan.dtype=float32", "give it as fsdp_config.dtype"),
+        ("actor_rollout_ref.model.lora.rank=8", "is of verl's other engine, and with this one it trains all weights"),
         (f"{ACTOR}.policy_loss.loss_mode=gspo", "verl before 0.9.1 averages gspo by sequences"),
         (f"{ROLLOUT}.val_kwargs={{do_sample: false, temperature: 0.6}}", "verl since 0.7 reads the temperature alone"),
         ("algorithm.rollout_correction.rollout_is=token", "weights are of KL and entropy too"),
@@ -325,6 +345,10 @@ def test_what_is_not_as_in_verl_is_told(
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a"], "checkpoints of verl cannot be read"),
         (["skip.rollout.enable=True"], "responses of an earlier run"),
         ([f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=nvfp4"], "here is fp8, or the rollout's dtype"),
+        ([f"+{ROLLOUT}.engine_kwargs.vllm.kv-cache-dtype=fp8"], "kv-cache-dtype=fp8: needs a correction"),
+        ([f"{ROLLOUT}.quantization=fp8"], "quantization=fp8: needs a correction"),
+        ([f"{ACTOR}.optim.lr_min=1e-7"], "is read with model_engine=veomni alone"),
+        (["model_engine=torchtitan", f"{ACTOR}.optim.decay_type=sqrt"], "a schedule sqrt is not here"),
         ([f"+{ROLLOUT}.engine_kwargs.trtllm.kv_cache_config.dtype=fp8"], "the rollout has its own type"),
         ([f"{ACTOR}.veomni.qat_implementation=nvfp4"], "weights are not quantized in training"),
         ([f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32"], "give it as fsdp_config.dtype"),
@@ -398,6 +422,18 @@ def test_trainers_with_rollouts_ahead_have_gpus_for_each(tmp_path: Path, capsys:
     assert (recipe.actor.optimizer.warmup_steps, recipe.actor.optimizer.decay_steps) == (3 * 2, 10 * 2)
     assert (recipe.rollout.partial, recipe.rollout.max_staleness) == ("resume", 2)
     assert "not as in verl: async_training.staleness_threshold=0.1: the next step is generated" in err
+    # fully_async_rollouter.py: the fewer of total_rollout_steps and of the epochs' rows, whatever the trainer's steps.
+    few = ["trainer.total_epochs=1", "trainer.total_training_steps=3", "--rows=600"]
+    recipe, _, err = translated(tmp_path, capsys, *PLAIN[1:], *module, *sizes[:3], *few)
+    assert recipe.steps == 2 and "this trainer reads rollout.total_rollout_steps" in err
+    recipe, _, err = translated(tmp_path, capsys, *PLAIN[1:], *module, *sizes[:3], "data.train_files=/nowhere.parquet")
+    assert recipe.steps == 10 and "verl ends after trainer.total_epochs, if sooner; give --rows" in err
+
+
+def test_veomnis_schedules_warm_up_for_a_share_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model_engine=veomni", f"{ACTOR}.optim.lr_warmup_steps=7"]
+    recipe, _, err = translated(tmp_path, capsys, *PLAIN, *words)
+    assert recipe.actor.optimizer.warmup_steps == 0 and "read lr_warmup_steps_ratio alone" in err
 
 
 def test_plan_writes_the_layout_that_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

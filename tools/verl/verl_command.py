@@ -53,6 +53,13 @@ class Command:
         )
 
     @property
+    def engine(self) -> str:
+        """What verl would train with: megatron, veomni, torchtitan, or fsdp for FSDP and its kin."""
+        chosen = [self.given.get(key) for key in (f"{ACTOR}.strategy", "model_engine")]
+        others = (name for name in ("veomni", "torchtitan") if name in chosen)
+        return "megatron" if self.is_of_megatron else next(others, "fsdp")
+
+    @property
     def is_stream(self) -> bool:
         """True of the fully asynchronous trainer, where prompts are drawn one by one."""
         return "rollout.total_rollout_steps" in self.given

@@ -5,6 +5,7 @@ hydra-core is imported only where a command names files of its own. Not here: wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def compose(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
     has_path = any(word.startswith("hydra.searchpath=") for word in words)
     searched = [f"hydra.searchpath=[file://{own}]"] if own.is_dir() and not has_path else []
     try:
-        with initialize_config_dir(str(folder.resolve()), version_base=None):
+        with warnings.catch_warnings(), initialize_config_dir(str(folder.resolve()), version_base=None):
+            warnings.simplefilter("ignore")  # of folders that are not there, which the error names
             config = composed_by_hydra(name, overrides=[*words, *searched])
         values = OmegaConf.to_container(config, resolve=True)
     except Exception as error:  # of Hydra, OmegaConf and YAML, which share no class

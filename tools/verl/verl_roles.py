@@ -1,7 +1,7 @@
-"""Translation of verl's keys of roles: layouts, memory, token budgets, adapters and optimizers.
+"""Translation of verl's keys of roles: layouts, memory, token budgets and adapters.
 
-As of verl 0.9.1: verl/trainer/config/{actor,ref,critic,engine,optim,model}/. Not here: other sections
-(verl_sections.py, verl_algorithm.py), and what a recipe may hold (rlhf_megatron/recipe/).
+As of verl 0.9.1: verl/trainer/config/{actor,ref,critic,engine,model}/. Not here: optimizers (verl_optimizer.py), other
+sections (verl_sections.py, verl_algorithm.py), and what a recipe may hold (rlhf_megatron/recipe/).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLLOUT, Command, Tree
+from verl_optimizer import put_optimizer, put_overlap
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.memory_savings import KEPT_MODULES
@@ -47,6 +48,7 @@ JUDGE_PROMPT = (
     "Question: {question}\n\nAnswer: {response}\n\nReference answer: {ground_truth}\n\n"
     "How good is the answer, from 0 to 10? End with: Score: N"
 )
+OTHER_ADAPTERS = "is of verl's other engine, and with this one it trains all weights; here adapters"
 # Engines of verl beside Megatron, by their sections.
 ENGINES = ("fsdp_config", "fsdp", "model.fsdp_config", "veomni")
 
@@ -133,6 +135,10 @@ def put_adapters(command: Command, tree: Tree) -> None:
             command.refuse(f"{MODEL}.lora_adapter_path", "all weights are trained; give its rank too, as lora_rank")
         command.pass_over(*(f"{MODEL}.{key}" for key in ("lora_alpha", "lora.", "target_modules", "exclude_modules")))
         return
+    if not (of_megatron if command.is_of_megatron else of_fsdp):
+        command.remark(f"{MODEL}.{'lora.rank' if of_megatron else 'lora_rank'}", OTHER_ADAPTERS)
+    if command.is_of_megatron and of_megatron:
+        of_fsdp = 0  # only Megatron's key is read
     alpha = command.number(f"{MODEL}.lora_alpha", 16) if of_fsdp else command.number(f"{MODEL}.lora.alpha", 32)
     tree.put("actor.lora.rank", int(of_fsdp or of_megatron))
     tree.put("actor.lora.alpha", alpha)
@@ -150,7 +156,7 @@ def put_adapters(command: Command, tree: Tree) -> None:
         others = [str(name) for name in listed if name not in known and name not in LINEAR_LAYERS]
         if others:
             command.refuse(key, f"adapters are on {', '.join(sorted(known))} alone")
-    if of_megatron:
+    if of_megatron and not of_fsdp:
         command.remark(
             f"{MODEL}.lora.rank", "queries, keys and values have an A each, and so have gate and up, and each expert"
         )
@@ -299,67 +305,6 @@ def logprob_budget(command: Command, role: str, longest: int) -> int | None:
     return _tokens(is_dynamic, tokens, rows, longest)
 
 
-def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float) -> None:
-    """Put AdamW and its schedule. verl's schedule counts steps of the run, ours optimizer steps."""
-    section, take = f"{role}.optim", command.take
-    updates = _updates_of_schedule(command, tree)
-
-    def put(key: str, value: Any) -> None:
-        tree.put(f"{ROLES[role]}.optimizer.{key}", value)
-
-    rate = command.number(f"{section}.lr", learning_rate)
-    put("learning_rate", rate)
-    warmup, ratio = command.number(f"{section}.lr_warmup_steps"), command.number(f"{section}.lr_warmup_steps_ratio")
-    steps = int(warmup if warmup is not None and warmup >= 0 else (ratio or 0.0) * tree["steps"])
-    put("warmup_steps", steps * updates)
-    styles = (f"{section}.lr_decay_style", f"{section}.lr_scheduler_type", f"{section}.warmup_style")
-    style = command.first(*styles, default="constant")
-    if style not in ("constant", "linear", "cosine"):
-        command.refusals.append(f"{role}.optim: a schedule {style} is not here, but constant, linear and cosine")
-    elif style != "constant":
-        decay = command.number(f"{section}.lr_decay_steps", tree["steps"] if command.is_stream else None)
-        put("schedule", style)
-        put("decay_steps", decay and decay * updates)
-        put(
-            "min_learning_rate",
-            command.first(f"{section}.min_lr", default=command.number(f"{section}.min_lr_ratio", 0) * rate),
-        )
-    put("weight_decay", take(f"{section}.weight_decay", 0.01))
-    put("epsilon", command.number(f"{section}.eps"))
-    betas = take(f"{section}.betas", [0.9, 0.999])
-    if not isinstance(betas, list) or len(betas) != 2:
-        raise RecipeError(f"{section}.betas={betas}: must be two numbers, such as [0.9,0.999]")
-    put("beta1", betas[0])
-    put("beta2", betas[1])
-    put("clip_grad", command.first(f"{section}.clip_grad", f"{role}.grad_clip", default=1.0))
-    moments = {key: take(f"{section}.{key}") for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-    if set(moments.values()) <= {"bf16", "bfloat16"}:
-        put("state_dtype", "bfloat16")
-    else:
-        for key, value in moments.items():
-            if value not in (None, "fp32", "float32"):
-                command.refuse(f"{section}.{key}", "both moments are of one type, float32 or bfloat16")
-    put_streaming(command, tree, role)
-
-
-def _updates_of_schedule(command: Command, tree: Tree) -> int:
-    """Return optimizer steps of a step of verl's schedules: of a step of the run, and in streams of each batch of
-    it."""
-    batch = tree["batch"]
-    minibatches = max(1, batch["prompts_per_step"] // batch["minibatch_prompts"])
-    if command.is_stream:
-        minibatches = command.count("async_training.require_batches", 1)
-    return int(batch["epochs_per_step"] * minibatches)
-
-
-def put_streaming(command: Command, tree: Tree, role: str) -> None:
-    """Put the share of optimizer state that Megatron keeps in host memory."""
-    options = f"{role}.optim.override_optimizer_config"
-    share = command.first(f"{options}.optimizer_offload_fraction", f"{options}.offload_fraction", default=1.0)
-    if command.first(f"{options}.optimizer_cpu_offload", default=False) and share > 0:
-        tree.put(f"{ROLES[role]}.offload.streamed_optimizer", share)
-
-
 def put_placement(command: Command, tree: Tree) -> int:
     """Return the GPUs of roles and rollout; return their number. verl's trainers with rollouts ahead have GPUs for
     each."""
@@ -390,12 +335,3 @@ def _gpus_of_a_node(world: int, training: int, ahead: int) -> int:
     """Return GPUs of a node, of which roles and rollout have one each, or share one."""
     shared = training + ahead
     return int(training if training == ahead else shared if world % shared == 0 else max(training, ahead))
-
-
-def put_overlap(command: Command, tree: Tree, role: str) -> None:
-    """Put gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
-    options = f"{role}.megatron.override_ddp_config"
-    reduces, gathers = (command.take(f"{options}.overlap_{what}", False) for what in ("grad_reduce", "param_gather"))
-    gathered = gathers and reduces and "lora" not in tree[ROLES[role]]
-    tree.put(f"{ROLES[role]}.optimizer.overlap_grad_reduce", reduces or None)
-    tree.put(f"{ROLES[role]}.optimizer.overlap_param_gather", gathered or None)

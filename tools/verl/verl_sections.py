@@ -182,21 +182,17 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
 
     With dynamic sampling verl draws batches of data.gen_batch_size, and a step takes one of them at least.
     """
+    if command.is_stream:
+        return steps_of_stream(command, tree, rows)
     steps: int | None = command.count("trainer.total_training_steps")
     if steps:
         return steps
-    most = command.number("rollout.total_rollout_steps")  # in prompts
-    if most:
-        return max(1, int(most // tree["batch"]["prompts_per_step"]))
     filtered, epochs = command.take("algorithm.filter_groups.enable", False), command.count("trainer.total_epochs", 30)
     try:
-        counted = rows or sum(pyarrow.parquet.read_metadata(file).num_rows for file in tree["data"]["train_files"])
+        counted = rows or rows_of(tree)
     except (OSError, pyarrow.ArrowInvalid) as error:
         if filtered or any(command.number(f"{role}.optim.lr_warmup_steps_ratio") for role in (ACTOR, "critic")):
-            raise RecipeError(
-                f"data.train_files: cannot be read here ({reason_of(error)}), so the number of steps is unknown; "
-                "give trainer.total_training_steps, or --rows"
-            ) from error
+            raise unknown_steps(error, "trainer.total_training_steps") from error
         command.remark("trainer.total_epochs", "is epochs: the run counts its steps, the last partial batch included")
         tree["epochs"] = epochs
         return 0
@@ -206,21 +202,59 @@ def steps_of(command: Command, tree: Tree, rows: int | None) -> int:
     return max(1, epochs * int(counted // drawn))
 
 
+def steps_of_stream(command: Command, tree: Tree, rows: int | None) -> int:
+    """Return weight syncs of the fully asynchronous trainer, of rollout.total_rollout_steps prompts, or of those that
+    the epochs have, if they are fewer."""
+    prompts, epochs = command.number("rollout.total_rollout_steps"), command.count("trainer.total_epochs", 30)
+    if command.take("trainer.total_training_steps"):
+        command.remark("trainer.total_training_steps", "this trainer reads rollout.total_rollout_steps, which is taken")
+    try:
+        most = epochs * (rows or rows_of(tree))
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        if not prompts:
+            raise unknown_steps(error, "rollout.total_rollout_steps") from error
+        command.remark("rollout.total_rollout_steps", "verl ends after trainer.total_epochs, if sooner; give --rows")
+        most = prompts
+    return max(1, int(min(prompts or most, most) // tree["batch"]["prompts_per_step"]))
+
+
+def rows_of(tree: Tree) -> int:
+    """Return rows of the training files; raises OSError or pyarrow's where they are not on this machine."""
+    return sum(pyarrow.parquet.read_metadata(file).num_rows for file in tree["data"]["train_files"])
+
+
+def unknown_steps(error: Exception, key: str) -> RecipeError:
+    """Return the error that a run's steps cannot be counted, for which ``key`` says them."""
+    return RecipeError(
+        f"data.train_files: cannot be read here ({reason_of(error)}), so the number of steps is unknown; "
+        f"give {key}, or --rows"
+    )
+
+
 def put_rollout(command: Command, tree: Tree) -> None:
-    """Put experts, and the precision of the rollout's layers."""
+    """Put experts, and the precision of the rollout's layers and cache."""
     experts = command.number(f"{ROLLOUT}.expert_parallel_size", 1)
     spreads = command.take(f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel", experts > 1)
     tree.put("rollout.layout.expert_parallel", True if spreads else None)
-    precision = command.take(f"{ROLLOUT}.quantization")
-    if precision not in (None, "fp8"):
-        command.refuse(f"{ROLLOUT}.quantization", "here is fp8")
-    tree.put("rollout.quantization", "fp8" if precision == "fp8" else None)
+    cached = f"{ROLLOUT}.engine_kwargs.vllm"
+    put_precision(command, tree, f"{ROLLOUT}.quantization", ("fp8",), "quantization", "here is fp8")
     for key in ("kv_cache_dtype", "kv-cache-dtype"):
-        cached = command.take(f"{ROLLOUT}.engine_kwargs.vllm.{key}")
-        if cached in ("fp8", "fp8_e4m3"):
-            tree.put("rollout.kv_cache_dtype", "fp8")
-        elif cached not in (None, "auto"):
-            command.refuse(f"{ROLLOUT}.engine_kwargs.vllm.{key}", "here is fp8, or the rollout's dtype")
+        unknown = "here is fp8, or the rollout's dtype"
+        put_precision(command, tree, f"{cached}.{key}", ("fp8", "fp8_e4m3"), "kv_cache_dtype", unknown)
+
+
+def put_precision(command: Command, tree: Tree, key: str, narrow: tuple[str, ...], ours: str, unknown: str) -> None:
+    """Put a narrow type of the rollout, whose answers are another policy's than the actor's: with a correction."""
+    value, algorithm = command.take(key), tree["algorithm"]
+    is_ahead = "rollout.nnodes" in command.given
+    if value in (None, "auto"):
+        return
+    if value not in narrow:
+        command.refuse(key, unknown)
+    elif "rollout_correction" not in algorithm and algorithm.get("old_logprobs") != "rollout" and not is_ahead:
+        command.refuse(key, "needs a correction for what it changes: algorithm.rollout_correction.rollout_is")
+    else:
+        tree.put(f"rollout.{ours}", "fp8")
 
 
 def put_speculation(command: Command, tree: Tree) -> None:
