@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 import shutil
@@ -12,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs, transpose_experts
 from published_configs import PUBLISHED
@@ -115,6 +118,16 @@ def test_fields_of_both_levels_are_read_from_text_config() -> None:
     assert parse_architecture(BOTH, "here").tied_embeddings  # which text_config alone says
     assert parse_architecture(BOTH | {"tie_word_embeddings": False}, "here").tied_embeddings
     assert parse_architecture(BOTH | {"sliding_window": None}, "here") == parse_architecture(BOTH, "here")
+
+
+@pytest.mark.parametrize("name", [name for name, config in PUBLISHED.items() if config["model_type"] in WRAPPERS])
+def test_a_config_that_transformers_saves_again_is_of_the_same_model(name: str, tmp_path: Path) -> None:
+    published = {field: value for field, value in PUBLISHED[name].items() if field != "quantization_config"}
+    AutoConfig.for_model(**copy.deepcopy(published)).save_pretrained(tmp_path)
+    read, again = parse_architecture(published, "here"), read_architecture(tmp_path)
+    # It writes its defaults into the file, also of tokens.
+    tokens = {"end_token_ids": again.end_token_ids, "pad_token_id": again.pad_token_id}
+    assert dataclasses.replace(read, **tokens) == again
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ class Wrapper:
     which transformers computes one value, whatever they say. ``absent``: what it takes for those that are absent.
     ``divided_heads``: it takes hidden_size / num_attention_heads for the size of a head. ``prefixes``: what names of
     the decoder's and the output layer's tensors begin with in files. ``transposed_experts``: where all experts of a
-    layer are one tensor there, it may be transposed.
+    layer are one tensor there, it may be transposed. ``text_tied``: transformers writes into every text_config that
+    embeddings are tied, where it goes by what the wrapper says.
     """
 
     classes: str
@@ -60,6 +61,7 @@ class Wrapper:
     divided_heads: bool = False
     prefixes: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head."), _INSIDE)
     transposed_experts: bool = False
+    text_tied: bool = False
 
 
 def _qwen2_vl(classes: str, language: str) -> Wrapper:
@@ -131,6 +133,7 @@ WRAPPERS = {
         absent={"max_position_embeddings": 128_000, "num_key_value_heads": 16, "rope_theta": 500_000.0},
         prefixes=(_INSIDE,),
         transposed_experts=True,
+        text_tied=True,
     ),
     "qwen3_5": Wrapper("Qwen3_5", {"qwen3_5_text": "qwen3_5_text"}, _QWEN),
     "qwen3_5_moe": Wrapper("Qwen3_5Moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}, _QWEN),
@@ -210,7 +213,7 @@ def _check_beside_text(path: Path, config: Mapping[str, Any], text: Mapping[str,
         if field in DECODER_FIELDS - _READ and not is_repeated:
             raise ModelError(f"{shown(path)}: {field} is {brief(value)}, and text_config does not say so; remove it")
     both = [] if wrapper.flat else [given[_TIED] for given in (config, text) if given.get(_TIED) is not None]
-    if len(both) == 2 and both[0] != both[1]:
+    if len(both) == 2 and both[0] != both[1] and not (wrapper.text_tied and both[1]):
         raise ModelError(
             f"{shown(path)}: {_TIED} is {brief(both[0])}, and {brief(both[1])} in text_config; set both to false where "
             "the weights have an lm_head, else to true"
