@@ -313,6 +313,9 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         (f"{ACTOR}.use_rollout_log_probs=True", "read by verl 0.7 alone"),
         (f"{ACTOR}.grad_clip=0.5", "verl from 0.8 on reads optim.clip_grad alone; 0.5 is taken"),
         (f"{ACTOR}.torchtitan.dtype=float32", "give it as fsdp_config.dtype"),
+        # Rotary embeddings do not read it, so it only says how long rows may be.
+        ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "raise it there if they may be longer"),
+        ("+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=9", "as config.json's max_"),
         ("actor_rollout_ref.model.lora.rank=8", "is of verl's other engine, and with this one it trains all weights"),
         (f"{ACTOR}.policy_loss.loss_mode=gspo", "verl before 0.9.1 averages gspo by sequences"),
         (f"{ROLLOUT}.val_kwargs={{do_sample: false, temperature: 0.6}}", "verl since 0.7 reads the temperature alone"),
@@ -342,6 +345,7 @@ def test_what_is_not_as_in_verl_is_told(
         (["algorithm.rollout_correction.rollout_rs=seq_mean_k1",
           "algorithm.rollout_correction.rollout_rs_threshold='0.9_1.001'"], "the lower bound of a mean ratio"),
         (["+some.new_key=7"], "some.new_key=7: is not known"),
+        (["+actor_rollout_ref.model.override_config.rope_theta=7"], "change config.json in model.path instead"),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/a"], "checkpoints of verl cannot be read"),
         (["skip.rollout.enable=True"], "responses of an earlier run"),
         ([f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=nvfp4"], "here is fp8, or the rollout's dtype"),
