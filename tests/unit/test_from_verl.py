@@ -314,7 +314,10 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         (f"{ACTOR}.grad_clip=0.5", "verl from 0.8 on reads optim.clip_grad alone; 0.5 is taken"),
         (f"{ACTOR}.torchtitan.dtype=float32", "give it as fsdp_config.dtype"),
         # Rotary embeddings do not read it, so it only says how long rows may be.
-        ("+actor_rollout_ref.model.override_config.max_position_embeddings=32768", "raise it there if they may be longer"),
+        (
+            "+actor_rollout_ref.model.override_config.max_position_embeddings=32768",
+            "raise it there if they may be longer",
+        ),
         ("+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=9", "as config.json's max_"),
         ("actor_rollout_ref.model.lora.rank=8", "is of verl's other engine, and with this one it trains all weights"),
         (f"{ACTOR}.policy_loss.loss_mode=gspo", "verl before 0.9.1 averages gspo by sequences"),
