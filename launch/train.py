@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from rlhf_megatron.checkpoint.manifest import read_manifest
+from rlhf_megatron.child_python import end_with_parent
 from rlhf_megatron.errors import UserError, errors_of
 from rlhf_megatron.recipe import AnyRecipe, load_recipe
 from rlhf_megatron.recipe.arguments import add_recipe_arguments
@@ -25,7 +26,7 @@ from rlhf_megatron.runtime.command import (
     was_refused,
 )
 from rlhf_megatron.runtime.rank_logs import redirect_output
-from rlhf_megatron.runtime.signals import end_with_parent, stop_signals
+from rlhf_megatron.runtime.signals import stop_signals
 
 
 @command
@@ -96,7 +97,9 @@ def planned_world(asked: str | None) -> int:
 def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
     """Run the recipe's loop on this rank; return the exit status."""
     run_folder = Path(recipe.run_root) / recipe.name
-    recipe = with_run_folders(recipe, run_folder, functools.partial(commits_of_checkpoint, resume))
+    # A preflight compares the nodes' files, so it needs them all.
+    saved = functools.partial(commits_of_checkpoint, resume)
+    recipe = with_run_folders(recipe, run_folder, saved, is_whole=check_first)
     from rlhf_megatron.loops.run import run
 
     return run(recipe, resume, check_first)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _SAME_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
 
 
@@ -17,3 +21,14 @@ def child_command(code: str, *arguments: str) -> list[str]:
     """
     folders = list(dict.fromkeys([*sys.path, str(Path(__file__).resolve().parents[1])]))
     return [sys.executable, "-P", "-c", _SAME_PATH + code, json.dumps(folders), *arguments]
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the one that started it ends, however that ends (Linux).
+
+    Ranks that outlive a killed torchrun would train on, and write into a run that is started again meanwhile.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the system knew
+        os.kill(os.getpid(), signal.SIGKILL)

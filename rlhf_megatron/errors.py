@@ -16,6 +16,8 @@ class UserError(ValueError):
 
     is_transient = False
     """True if another attempt with the same input may do, as where a service was away; see ``is_transient``."""
+    is_of_node = False
+    """True if the node's ranks end by it without a word to those of other nodes, which may have hours to go on."""
 
 
 def is_transient(error: BaseException) -> bool:

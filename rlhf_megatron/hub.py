@@ -1,8 +1,9 @@
 """Models and data sets of the Hugging Face hub by name: to a commit, and to a folder of the cache.
 
-One process of a node downloads while the others wait for its lock. huggingface_hub goes on where a connection was cut;
-of an earlier attempt, files that are whole stay. HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to it; the
-token is HF_TOKEN's, and never another one. Nothing of a repository is run.
+One process of a node downloads while the others wait for its lock; weights that are read while they come are the
+matter of ``hub_arrival``. huggingface_hub goes on where a connection was cut; of an earlier attempt, files that are
+whole stay. HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to it; the token is HF_TOKEN's, and never
+another one. Nothing of a repository is run.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.redaction import read_secret
 from rlhf_megatron.untrusted import read_text, reason_of, shown
 
 Kind = Literal["model", "dataset"]
+_Result = TypeVar("_Result")
 # What a model's configuration and tokenizer are written in, and what its weights are.
 DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 CODE = ("*.py",)
@@ -39,6 +42,8 @@ _SECONDS_BEHIND_FIRST = 1.0
 
 class HubError(UserError):
     """A repository or file that the hub does not give."""
+
+    is_of_node = True
 
 
 class HubUnreachable(HubError):
@@ -84,7 +89,7 @@ def commit_of(repository: Repository) -> str:
     import huggingface_hub
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    with _told(repository):
+    with told(repository):
         try:
             api = huggingface_hub.HfApi(token=_token())
             about = api.repo_info(
@@ -102,10 +107,10 @@ def folder_of(repository: Repository, commit: str, patterns: Sequence[str], left
     Raises HubError: see ``commit_of``; or the disk is full, or the hub ends the connection more than a few times.
     """
     fixed = repository._replace(revision=commit)
-    folder = _complete(fixed, patterns, left_out)
+    folder = complete(fixed, patterns, left_out)
     if folder is None:
-        with _told(repository), _lock(fixed):
-            folder = _complete(fixed, patterns, left_out) or _download(fixed, patterns, left_out)
+        with told(repository), _lock(fixed):
+            folder = complete(fixed, patterns, left_out) or download(fixed, patterns, left_out)
     _note_revision(Path(folder), repository.revision)
     return Path(folder)
 
@@ -122,13 +127,22 @@ def files_of(repository: Repository, commit: str) -> list[str]:
     """Return the paths of all files of a commit; raises HubError."""
     import huggingface_hub
 
-    with _told(repository):
+    with told(repository):
         api = huggingface_hub.HfApi(token=_token())
         return api.list_repo_files(repository.name, revision=commit, repo_type=repository.kind)
 
 
-def _download(repository: Repository, patterns: Sequence[str], left_out: Sequence[str]) -> str:
-    """Download with a progress bar; raises what huggingface_hub does, and HubError where the disk is too small."""
+def download(
+    repository: Repository,
+    patterns: Sequence[str],
+    left_out: Sequence[str] = LEFT_OUT,
+    on_progress: Callable[[], None] = lambda: None,
+) -> str:
+    """Download with a progress bar, the files in the order of their names; return the folder of the cache.
+
+    ``on_progress`` is called as bytes come. Raises what huggingface_hub does (see ``told``), and HubError where the
+    disk is too small.
+    """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import logging
@@ -149,7 +163,7 @@ def _download(repository: Repository, patterns: Sequence[str], left_out: Sequenc
             f"{repository.key}: {shown(repository.text)} needs {sum(missing) / 2**30:,.1f} GB more in "
             f"{shown(HF_HUB_CACHE)}, where {free / 2**30:,.1f} GB are free; make room, or set HF_HOME to another disk"
         )
-    with _progress_bar(repository, len(missing), sum(missing)) as bar:
+    with _progress_bar(repository, len(missing), sum(missing), on_progress) as bar:
         return huggingface_hub.snapshot_download(repository.name, tqdm_class=bar, **wanted)
 
 
@@ -165,7 +179,7 @@ def _note_revision(folder: Path, revision: str) -> None:
         own.replace(note)
 
 
-def _complete(repository: Repository, patterns: Sequence[str], left_out: Sequence[str]) -> str | None:
+def complete(repository: Repository, patterns: Sequence[str], left_out: Sequence[str] = LEFT_OUT) -> str | None:
     """Return the folder of a commit, if the cache has all of it, without asking the hub."""
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -202,21 +216,38 @@ def _token() -> str | bool:
 @contextlib.contextmanager
 def _lock(repository: Repository) -> Iterator[None]:
     """Let one process at a time download a repository to this cache."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_SECONDS_BEHIND_FIRST)
-    folder = Path(HF_HUB_CACHE) / ".locks" / "rlhf_megatron"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{repository.kind}--{repository.name.replace('/', '--')}.lock"
-    with (folder / name).open("a") as file:
+    with beside_cache(repository, ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
+def beside_cache(repository: Repository, ending: str) -> Path:
+    """Return the path of a file about a repository, which processes of this cache share; its folder is there."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = Path(HF_HUB_CACHE) / ".locks" / "rlhf_megatron"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{repository.kind}--{repository.name.replace('/', '--')}{ending}"
+
+
+def patiently(work: Callable[[], _Result], waits: Sequence[float]) -> _Result:
+    """Return what ``work`` does, tried again after each of these seconds while the hub is away; raises HubUnreachable
+    after the last try."""
+    for retry, wait in enumerate(waits):
+        try:
+            return work()
+        except HubUnreachable as error:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print(f"warning: {error} (in {wait:g} s, {retry + 1} of {len(waits)})", file=sys.stderr, flush=True)
+            time.sleep(wait)
+    return work()
+
+
 @contextlib.contextmanager
-def _told(repository: Repository) -> Iterator[None]:
-    """Make one line of what huggingface_hub raises."""
+def told(repository: Repository) -> Iterator[None]:
+    """Raise HubError, in one line, for what huggingface_hub raises inside."""
     from huggingface_hub import errors
 
     what = f"{repository.key}: {shown(repository.text)}"
@@ -270,12 +301,18 @@ def _silent_bar() -> Any:
 
 
 @contextlib.contextmanager
-def _progress_bar(repository: Repository, files: int, size: int) -> Iterator[Any]:
+def _progress_bar(repository: Repository, files: int, size: int, on_progress: Callable[[], None]) -> Iterator[Any]:
     """Give the class that huggingface_hub tells the bytes on disk, shown by rich on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    console = Console(stderr=True)
+    class SteadyConsole(Console):
+        """A console that never hides the cursor, which a process that is killed would leave hidden."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    console = SteadyConsole(stderr=True)
     amount = f"{files} files, {size / 2**30:,.2f} GB"
     console.print(f"downloading {shown(repository.text)}: {amount}", highlight=False, soft_wrap=True)
     columns = (
@@ -296,6 +333,7 @@ def _progress_bar(repository: Repository, files: int, size: int) -> Iterator[Any
                 self.is_of_bytes = str(named.get("desc", "")).startswith("Reconstructing")
 
             def update(self, n: float | None = 1) -> None:
+                on_progress()
                 if self.is_of_bytes:
                     progress.advance(task, n or 0)
 

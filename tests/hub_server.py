@@ -27,6 +27,8 @@ class Served:
         token: without it the repository is gated.
         cuts: how many more answers with a body end in the middle.
         claimed_bytes: what a file is said to have, by path.
+        held: by path, events without which the second half of a file is not sent.
+        failing: paths of files whose content is answered with 503.
     """
 
     files: dict[str, dict[str, bytes]]
@@ -34,6 +36,8 @@ class Served:
     token: str | None = None
     cuts: int = 0
     claimed_bytes: dict[str, int] = field(default_factory=dict)
+    held: dict[str, threading.Event] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)
 
 
 class HubServer(ThreadingHTTPServer):
@@ -130,6 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = served.files[commit].get(name)
         if content is None:
             return self._refuse(404, "EntryNotFound")
+        if self.command == "GET" and name in served.failing:
+            return self._refuse(503, "")
         first = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or ["", "0"])[1])
         self.send_response(206 if first else 200)
         size = served.claimed_bytes.get(name, len(content))
@@ -143,7 +149,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             is_cut = served.cuts > 0 and len(content) - first > 1000
             served.cuts -= is_cut
-            self.wfile.write(content[first : first + (len(content) - first) // 2 if is_cut else None])
+            half = first + (len(content) - first) // 2
+            self.wfile.write(content[first:half])
+            if name in served.held:
+                served.held[name].wait(300)
+            if not is_cut:
+                self.wfile.write(content[half:])
             self.close_connection = is_cut
 
     def _json(self, value: Any) -> None:

@@ -56,7 +56,7 @@ class RoleBuilder:
         with context.phase(name), contextlib.ExitStack() as opened:
             start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(context.device))
-            if not recipe.model.random_weights:  # a bad file is refused before memory is taken
+            if not recipe.model.random_weights:  # a bad file that is there is refused before memory is taken
                 files = CheckpointFiles(path, architecture, recipe.seed if optimizer else None)
                 weights = opened.enter_context(files)
             role = PlacedRole(
@@ -82,7 +82,7 @@ class RoleBuilder:
                 if self._node and isinstance(weights, CheckpointFiles):
                     blocks = role.local.shard.blocks() if role.local else []
                     weights.read_once({block.tensor for block in blocks}, self._node)
-                role.load(weights, start)
+                role.load(weights, start, weights.complete if isinstance(weights, CheckpointFiles) else None)
         return role
 
     def build_reward_model(self, section: RewardModelSection, policy_tokenizer: Tokenizer) -> RewardModel:

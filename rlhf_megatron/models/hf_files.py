@@ -1,5 +1,6 @@
 """Hugging Face checkpoint files: found, checked by their headers, and read by rectangles of tensors.
 
+Files of a hub's model may still be coming (``hub_arrival``): who reads one waits for it, and it is checked then.
 Only safetensors files are read, so loading never runs code from a file. Files are written in ``hf_export``; which
 rectangle goes where is the matter of ``weight_map``, which rank holds it that of ``regather``.
 """
@@ -10,7 +11,7 @@ import contextlib
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_megatron.hub_arrival import is_here, looks_until_here
 from rlhf_megatron.models import mxfp4
 from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
 from rlhf_megatron.models.block_scales import ACTIVATIONS, QUANTIZED, SCALES, dequantized, scales_region, scales_shape
@@ -30,6 +32,7 @@ from rlhf_megatron.models.node_copy import NodeCopy
 from rlhf_megatron.models.stacked import Shape, stored_shapes
 from rlhf_megatron.models.weight_map import SCORE, Region, tensor_shapes
 from rlhf_megatron.models.weight_source import RandomWeights
+from rlhf_megatron.runtime.watchdog import watchdog
 from rlhf_megatron.untrusted import check_regular, reason_of, shown
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,15 +48,16 @@ class CheckpointFiles:
     """The safetensors files of one Hugging Face folder, opened lazily; a context manager."""
 
     def __init__(self, folder: str | Path, architecture: Architecture, new_head_seed: int | None = None) -> None:
-        """Find every tensor of ``architecture``, and read headers alone.
+        """Find every tensor of ``architecture``, and read headers alone, of files that are there.
 
-        Raises ModelError naming what is damaged, is missing, has another shape, or belongs to another model.
+        Raises ModelError naming what is damaged, is missing, has another shape, or belongs to another model. For files
+        that are still to come, ``read`` and ``complete`` raise it, and HubError where they do not come.
 
         With ``new_head_seed`` a scalar head that the folder lacks, since it holds a language model, is drawn from it.
         """
         self.folder = Path(folder)
         self._open = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[Path, Any] = {}
         self.node_copy: NodeCopy | None = None
         config, located = read_config(folder), located_tensors(self.folder)
         self._form = form_in_files(config, architecture, located, functools.partial(shape_in_files, located))
@@ -80,9 +84,16 @@ class CheckpointFiles:
                 f"{self.folder}: {len(missing)} of {len(self._shapes)} tensors are missing, the first is "
                 f"{self._form.stored_name(missing[0])}"
             )
-        self._check_headers()
-        self._check_towers(located)
-        if architecture.tied_embeddings and architecture.head == "language":
+        self._is_tied = architecture.tied_embeddings and architecture.head == "language"
+        self._names, self._towers = defaultdict[Path, list[str]](list), defaultdict[Path, list[str]](list)
+        for name, path in located.items():
+            self._names[path].append(self._form.model_name(name))
+            if self._form.is_other_tower(name):
+                self._towers[path].append(name)
+        self._unchecked = dict.fromkeys(self._names)  # in the order of the index
+        self._check_those_here()
+        self._is_complete = not self._unchecked
+        if self._is_complete and self._is_tied:
             self._check_tied()
 
     def _find_packed(self) -> set[str]:
@@ -101,26 +112,42 @@ class CheckpointFiles:
             shapes[name + _BLOCKS] = (*shapes[name + _SCALES], mxfp4.BLOCK // 2)
         return shapes
 
-    def _check_headers(self) -> None:
-        """Check every tensor's place, shape and type, which files tell at their beginnings: before memory is taken."""
-        form = self._form
-        held = {path: set(map(form.model_name, self._reader(path).keys())) for path in set(self._file_of.values())}
-        for path, names in held.items():
-            for name in names:
-                if self._file_of.get(name) != path and (name in self._shapes or name.startswith(_DECODER)):
-                    raise ModelError(
-                        f"{path}: has {shown(name)}, which {INDEX_FILE} does not look for there; download the model "
-                        "again"
-                    )
-        for name, path in self._file_of.items():
-            if name not in held[path]:
+    def complete(self) -> None:
+        """Wait for files that are still to come, and check all that is checked of files; raises as ``read`` does."""
+        if self._is_complete:
+            return
+        for path in self._names:
+            self._reader(path)
+        located_tensors(self.folder)  # another file may have come, with which the index does not agree
+        self._is_complete = True
+        if self._is_tied:
+            self._check_tied()
+
+    def _check_those_here(self) -> None:
+        here = [path for path in self._unchecked if is_here(path)]
+        for check in (self._opened, self._reader):
+            for path in here:
+                check(path)
+
+    def _check_header(self, path: Path) -> None:
+        """Check the place, shape and type of every tensor of a file, which its beginning tells: before memory is
+        taken, if the file is there then."""
+        form, file = self._form, self._opened(path)
+        held = set(map(form.model_name, file.keys()))
+        for name in held:
+            if self._file_of.get(name) != path and (name in self._shapes or name.startswith(_DECODER)):
+                raise ModelError(
+                    f"{path}: has {shown(name)}, which {INDEX_FILE} does not look for there; download the model again"
+                )
+        for name in self._names[path]:
+            if name not in held:
                 raise ModelError(
                     f"{path}: {shown(name)} is not there, and {INDEX_FILE} says so; download the model again"
                 )
             if name not in self._shapes:
                 self._check_surplus(name, path)
                 continue
-            piece = self._reader(path).get_slice(form.stored_name(name))
+            piece = file.get_slice(form.stored_name(name))
             shape = tuple(piece.get_shape())
             if shape != self._shapes[name]:
                 raise ModelError(f"{path}: {name} has shape {shape}, config.json asks for {self._shapes[name]}")
@@ -130,12 +157,14 @@ class CheckpointFiles:
                 check_type(path, name, piece.get_dtype())
             elif piece.get_dtype() != "U8":
                 raise ModelError(f"{path}: {name} has numbers of type {piece.get_dtype()}, and those of MXFP4 are U8")
+        for name in self._towers[path]:  # exports copy them bit for bit
+            check_type(path, shown(name), file.get_slice(name).get_dtype())
 
     def _check_scales(self, name: str) -> None:
         """Check the scales of a quantised matrix, which have a shape and a type of their own."""
         assert self._block is not None
         path, wanted = self._file_of[name + SCALES], scales_shape(self._shapes[name], self._block)
-        piece = self._reader(path).get_slice(self._form.stored_name(name) + SCALES)
+        piece = self._opened(path).get_slice(self._form.stored_name(name) + SCALES)
         shape = tuple(piece.get_shape())
         if shape != wanted:
             raise ModelError(f"{path}: {name}{SCALES} has shape {shape}, quantization_config asks for {wanted}")
@@ -155,12 +184,6 @@ class CheckpointFiles:
                 "together"
             )
 
-    def _check_towers(self, located: Mapping[str, Path]) -> None:
-        """Check that the other towers' tensors, which exports copy bit for bit, are not quantised either."""
-        for name, path in located.items():
-            if self._form.is_other_tower(name):
-                check_type(path, shown(name), self._reader(path).get_slice(name).get_dtype())
-
     def _check_tied(self) -> None:
         """Check that an output layer beside tied embeddings is the embeddings again: transformers would use another
         one."""
@@ -172,9 +195,19 @@ class CheckpointFiles:
             )
 
     def _reader(self, path: Path) -> Any:
-        if str(path) not in self._files:
-            self._files[str(path)] = self._open.enter_context(open_weights(path))
-        return self._files[str(path)]
+        """Return a file whose header is right, as safetensors opens it, when it is there."""
+        if path in self._unchecked:
+            for _ in _until_here(path):
+                self._check_those_here()  # each rank refuses the same file then, whichever it reads
+            if path in self._unchecked:  # else that was done while it came
+                del self._unchecked[path]
+                self._check_header(path)
+        return self._opened(path)
+
+    def _opened(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self._open.enter_context(open_weights(path))
+        return self._files[path]
 
     def read_once(self, tensors: Iterable[str], group: dist.ProcessGroup) -> None:
         """Bring these of the model's tensors, and what other ranks want, to the memory of ``group``'s node.
@@ -184,6 +217,7 @@ class CheckpointFiles:
         wanted: dict[Path, set[str]] = defaultdict(set)
         for name in {name for tensor in tensors for name in self._stored_names(tensor)}:
             wanted[self._file_of[name]].add(self._form.stored_name(name))
+        self.complete()
         self.node_copy = self._open.enter_context(NodeCopy(wanted, group))
 
     def _stored_names(self, tensor: str) -> list[str]:
@@ -202,6 +236,7 @@ class CheckpointFiles:
         """
         if tensor == SCORE and self._new_head:
             return self._new_head.read(tensor, region)
+        self._reader(self._path(tensor))  # which says whether it is quantised
         if tensor in self._quantized:
             assert self._block is not None
             region = region or tuple((0, size) for size in self._shapes[tensor])
@@ -244,8 +279,11 @@ class CheckpointFiles:
 
     def where(self, tensor: str) -> str:
         """Return the path of its file."""
+        return str(self._path(tensor))
+
+    def _path(self, tensor: str) -> Path:
         name, _ = self._place.get(tensor, (tensor, 0))
-        return str(self._file_of.get(name + _BLOCKS if name in self._packed else name, self.folder))
+        return self._file_of.get(name + _BLOCKS if name in self._packed else name, self.folder)
 
     def __enter__(self) -> CheckpointFiles:
         return self
@@ -279,6 +317,7 @@ def located_tensors(folder: Path) -> dict[str, Path]:
             )
         return {name: folder / file for name, file in names.items()}
     single = folder / SINGLE_FILE
+    _wait_for(single)
     if not os.path.lexists(single):
         raise ModelError(
             f"{shown(folder)}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; "
@@ -295,13 +334,30 @@ def shape_in_files(located: Mapping[str, Path], name: str) -> Shape | None:
 
 
 def open_weights(path: Path) -> Any:
-    """Return a safetensors file, as a context manager; raises ModelError where it is none, or is no file at all."""
+    """Return a safetensors file, as a context manager, when it is there.
+
+    Raises ModelError where it is none, or is no file at all, and HubError where it does not come.
+    """
+    _wait_for(path)
     check_regular(path, ModelError)  # a pipe would be waited for
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError, MemoryError) as error:
         reason = reason_of(error)
         raise ModelError(f"{path}: cannot be read as safetensors ({reason}); download the model again") from error
+
+
+def _wait_for(path: Path) -> None:
+    for _ in _until_here(path):
+        pass
+
+
+def _until_here(path: Path) -> Iterator[None]:
+    """Yield now and then until a file that is to come is there."""
+    for has_progress in looks_until_here(path):
+        if has_progress:
+            watchdog.beat()
+        yield
 
 
 def check_types(folder: str | Path) -> None:

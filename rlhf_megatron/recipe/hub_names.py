@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,14 +20,14 @@ from rlhf_megatron.hub import (
     DEFAULT_REVISION,
     DESCRIPTION,
     WEIGHTS,
-    HubUnreachable,
     Repository,
     commit_of,
     folder_of,
     is_hub_name,
+    patiently,
 )
+from rlhf_megatron.hub_arrival import arriving_folder
 from rlhf_megatron.recipe.recipe import Recipe
-from rlhf_megatron.recipe.slurm import NetworkRetrySection
 from rlhf_megatron.untrusted import parse_json, read_text, reason_of, shown
 
 FILE = "hub.json"
@@ -56,13 +54,16 @@ class _Place(NamedTuple):
     repository: Repository
 
 
-def with_folders(recipe: _Recipe, weights: bool, commits: Mapping[str, str] | None = None) -> _Recipe:
+def with_folders(
+    recipe: _Recipe, weights: bool, commits: Mapping[str, str] | None = None, waits: Sequence[float] | None = None
+) -> _Recipe:
     """Return the recipe with folders of the cache in the place of names; what is missing there is downloaded.
 
     Args:
         recipe: of any command.
         weights: download weights too, not configurations and tokenizers alone.
         commits: of repositories, by name@revision; others are looked up.
+        waits: None: all is there then. Else weights that the roles read may still come, see ``arriving_folder``.
 
     Raises:
         RecipeError: a revision is given for a folder.
@@ -70,10 +71,15 @@ def with_folders(recipe: _Recipe, weights: bool, commits: Mapping[str, str] | No
     """
     patterns = [*DESCRIPTION, *(CODE if recipe.model.trust_remote_code else ())]
     values: dict[str, dict[str, Any]] = {}
-    for section, key, repository in _places(recipe):
+    places = list(_places(recipe))
+    judges = {each.repository.text for each in places if each.section == "judge"}  # vLLM looks for all of it at once
+    for section, key, repository in places:
         commit = (commits or {}).get(repository.text) or commit_of(repository)
         with_weights = weights and key == "path" and not recipe.model.random_weights
-        folder = folder_of(repository, commit, [*patterns, *(WEIGHTS if with_weights else ())])
+        if with_weights and waits is not None and repository.text not in judges:
+            folder = arriving_folder(repository, commit, patterns, WEIGHTS, waits)
+        else:
+            folder = folder_of(repository, commit, [*patterns, *(WEIGHTS if with_weights else ())])
         values.setdefault(section, {})[key] = str(folder)
     sections = dict(recipe)
     return recipe.model_copy(update={name: sections[name].model_copy(update=given) for name, given in values.items()})
@@ -84,13 +90,14 @@ def planned(recipe: _Recipe) -> _Recipe:
     return recipe if recipe.model.config is not None else with_folders(recipe, weights=False)
 
 
-def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -> _Recipe:
-    """Return ``with_folders`` of a run, with weights, at the commits that it began with.
+def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits], is_whole: bool = False) -> _Recipe:
+    """Return ``with_folders`` of a run, at the commits that it began with; weights may still come.
 
     Args:
         recipe: the run's.
         run: its folder, where the commits are written.
         saved: gives those of the checkpoint to resume from, where another run's is named.
+        is_whole: wait for the weights.
 
     Raises:
         RecipeError: see ``with_folders``; or the commits cannot be written.
@@ -100,26 +107,15 @@ def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits]) -
     if not places:
         return recipe
     known = recorded(run) or saved()
+    network = recipe.retry.network
+    waits = [network.seconds_before(retry) for retry in range(network.max_retries)]
 
     def fetch() -> _Recipe:
         repositories = [each.repository for each in places]
         wanted = {each.text: known.get(each.text) or commit_of(each) for each in repositories}
-        return with_folders(recipe, True, _record(run, wanted))
+        return with_folders(recipe, True, _record(run, wanted), None if is_whole else waits)
 
-    return _patiently(fetch, recipe.retry.network)
-
-
-def _patiently(work: Callable[[], _Recipe], section: NetworkRetrySection) -> _Recipe:
-    """Return what ``work`` does, tried again while the hub is away; raises HubUnreachable after the last try."""
-    for retry in range(section.max_retries):
-        try:
-            return work()
-        except HubUnreachable as error:
-            wait = section.seconds_before(retry)
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"warning: {error} (in {wait:g} s, {retry + 1} of {section.max_retries})", file=sys.stderr)
-            time.sleep(wait)
-    return work()
+    return patiently(fetch, waits)
 
 
 def recorded(run: Path) -> Commits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -123,14 +123,24 @@ class PlacedRole:
         assert value is not None
         return value
 
-    def load(self, source: WeightSource, adapters: WeightSource | None = None) -> None:
+    def load(
+        self,
+        source: WeightSource,
+        adapters: WeightSource | None = None,
+        complete: Callable[[], None] | None = None,
+    ) -> None:
         """Do as ``Role.load`` does, on the role's ranks; collective over the world.
+
+        ``complete`` is called on every rank of the world when it has read its part: no rank waits in a collective for
+        another that waits for a download then.
 
         Raises on all ranks the ModelError of one, and NotFiniteError where adapters make weights that are not finite.
         """
         with refused_by_all():
             if self.local:
                 self.local.read_weights(source, adapters)
+            if complete:
+                complete()
         if self.local:
             self.local.apply_weights()
         problem = self.not_finite(optimizer=False) if self._has_adapters else ""

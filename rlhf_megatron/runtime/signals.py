@@ -5,7 +5,6 @@ A request is only noted here; checkpoint/manager.py has all ranks act on it toge
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -23,7 +22,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SECONDS_OF_ONE_WARNING = 3.0
 # When the job ends, in seconds since 1970; the first that is set counts.
 DEADLINES = ("RLHF_MEGATRON_DEADLINE", "SLURM_JOB_END_TIME")
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 # A stopped rank's exit status: start me again.
 REQUEUE_STATUS = 85
 
@@ -76,17 +74,6 @@ class StopSignals:
             self._noted = number, now
         elif self._noted is None or now - self._noted[1] > SECONDS_OF_ONE_WARNING:
             os._exit(128 + number)
-
-
-def end_with_parent() -> None:
-    """Have the system kill this process when the one that started it ends, however that ends (Linux).
-
-    Ranks that outlive a killed torchrun would train on, and write into a run that is started again meanwhile.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the system knew
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _hold_signals() -> None:

@@ -89,12 +89,15 @@ def gather_objects(value: Any, group: _Group = None) -> list[Any]:
 def refused_by_all(group: _Group = None) -> Iterator[None]:
     """Have every rank raise the UserError that the first of them raises inside; collective as it ends.
 
+    One that ``is_of_node`` is raised at once: torchrun ends the other ranks with those of the node.
     Nothing is to be exchanged inside after an error may have come: others would wait for the rank that it came on.
     """
     refusal = None
     try:
         yield
     except UserError as error:
+        if error.is_of_node:
+            raise
         refusal = error
         refusal.is_transient = is_transient(error)  # pickle leaves out the cause, which may be what says so
     first = next((each for each in gather_objects(refusal, group) if each is not None), None)

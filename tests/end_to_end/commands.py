@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,14 +60,16 @@ class Finished:
 class Command:
     """A running command; a context manager that kills what is left of it and of all that it started."""
 
-    def __init__(self, arguments: list[str], folder: Path, warm: bool = True) -> None:
+    def __init__(
+        self, arguments: list[str], folder: Path, warm: bool = True, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start ``arguments`` in ``folder``, where its outputs go to files: a pipe may outlive the command.
 
         A ``warm`` one is forked from a process with the imports done, see nursery; others take ten seconds longer, and
         show the warnings that a person would see.
         """
         self._out, self._err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
-        environment = cpu_environment()
+        environment = cpu_environment() | dict(environment or {})
         warm = warm and not has_gpu()
         if not warm:
             del environment["PYTHONWARNINGS"]
@@ -131,8 +134,16 @@ def python(script: str, *arguments: str, folder: Path) -> Finished:
         return command.finish()
 
 
-def torchrun(ranks: int, script: str, *arguments: str, folder: Path, restarts: int = 0, warm: bool = True) -> Command:
+def torchrun(
+    ranks: int,
+    script: str,
+    *arguments: str,
+    folder: Path,
+    restarts: int = 0,
+    warm: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Command:
     """Start a script of the repository on ``ranks`` ranks in ``folder``, and again up to ``restarts`` times."""
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    return Command([*launcher, str(ROOT / script), *arguments], folder, warm)
+    return Command([*launcher, str(ROOT / script), *arguments], folder, warm, environment)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,26 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(server: HubServer, tmp_pa
     assert Path(anew.stdout.split()[0]).name == newer
     folder = ask(server, home, RUN, str(recipe), str(run), f"model.path={actor}", "model.revision=main")
     assert folder.returncode == 2 and "error: model.revision=main: " in folder.stderr
+
+
+def test_weights_of_roles_may_still_come_but_not_those_of_a_judge_or_for_a_preflight(
+    server: HubServer, tmp_path: Path
+) -> None:
+    recipe, home, last = recipe_file(tmp_path), tmp_path / "hf", "model-3-of-3.safetensors"
+    served = [server.add(f"models/me/{name}", FILES, FILES) for name in ("tiny", "other", "judge")]
+    for each in served[:2]:
+        each.held[last] = threading.Event()
+    judge = "judge={path: me/judge, prompt: '{response}', max_prompt_length: 8}"
+    begun = ask(server, home, RUN, str(recipe), str(tmp_path / "named"), judge)
+    assert begun.returncode == 0, begun.stderr
+    for folder in begun.stdout.split()[:2]:
+        assert (Path(folder) / "model.safetensors.index.json").exists() and not (Path(folder) / last).exists()
+    assert [path.parents[2].name for path in home.rglob(f"snapshots/*/{last}")] == ["models--me--judge"]
+    waits = RUN.replace("dict)", "dict, is_whole=True)")
+    threading.Timer(3.0, lambda: [each.held[last].set() for each in served[:2]]).start()
+    whole = ask(server, home, waits, str(recipe), str(tmp_path / "named"), judge)
+    assert whole.stdout == begun.stdout
+    assert all((Path(folder) / last).exists() for folder in whole.stdout.split()[:2])
 
 
 def test_a_run_waits_for_a_hub_that_is_away(server: HubServer, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_monitor_that_never_answers_holds_nothing_up(tmp_path: Path) -> None:
 
 
 def test_a_rank_ends_with_the_process_that_has_started_it() -> None:
-    child = "import time; from rlhf_megatron.runtime.signals import end_with_parent; end_with_parent(); print('ready', "
+    child = "import time; from rlhf_megatron.child_python import end_with_parent; end_with_parent(); print('ready', "
     child += "flush=True); time.sleep(600)"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-P', '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True) as parent:
