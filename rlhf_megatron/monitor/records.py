@@ -20,7 +20,10 @@ MOST_BYTES = 1 << 32
 
 
 def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line with its end) of a file, blank ones left out; a line that is too long is cut."""
+    """Yield (number from 1, line with its end) of a file, blank ones left out; a line that is too long is cut.
+
+    A line without an end is the last one: a run may be writing the rest of it, which is no line of its own.
+    """
     number = 0
     while line := file.readline(_MOST_BYTES_OF_A_LINE):
         number += 1
@@ -29,6 +32,8 @@ def lines_of(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             rest = file.readline(_MOST_BYTES_OF_A_LINE)
         if line.strip():
             yield number, line
+        if not rest.endswith(b"\n"):
+            return
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from rlhf_megatron.checkpoint.manifest import digest_of, new_digest
 from rlhf_megatron.checkpoint.storage import publish, write_tensors
 from rlhf_megatron.errors import CheckpointError, UserError
 from rlhf_megatron.monitor.metrics import read_steps
+from rlhf_megatron.monitor.records import lines_of
 from rlhf_megatron.runtime.recovery import Origin, RecoveryLog
 from run_restart import ORIGIN, make_run, restart, world_of_one
 
@@ -85,6 +86,17 @@ def of_format_1(manifest: Any) -> None:
     """Write it as the version before did."""
     manifest.pop("digest")
     manifest["format"] = 1
+
+
+def test_what_is_written_while_it_is_read_is_no_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"ste')
+    with path.open("rb") as file:
+        lines = lines_of(file)
+        assert [next(lines), next(lines)] == [(1, b'{"step": 1}\n'), (2, b'{"ste')]
+        with path.open("ab") as run:
+            run.write(b'p": 2}\n{"step": 3}\n')
+        assert list(lines) == []
 
 
 def test_a_sound_folder_goes_on_without_a_word(run: Path) -> None:
