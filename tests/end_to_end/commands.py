@@ -134,16 +134,8 @@ def python(script: str, *arguments: str, folder: Path) -> Finished:
         return command.finish()
 
 
-def torchrun(
-    ranks: int,
-    script: str,
-    *arguments: str,
-    folder: Path,
-    restarts: int = 0,
-    warm: bool = True,
-    environment: Mapping[str, str] | None = None,
-) -> Command:
+def torchrun(ranks: int, script: str, *arguments: str, folder: Path, restarts: int = 0, warm: bool = True) -> Command:
     """Start a script of the repository on ``ranks`` ranks in ``folder``, and again up to ``restarts`` times."""
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
     launcher += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    return Command([*launcher, str(ROOT / script), *arguments], folder, warm, environment)
+    return Command([*launcher, str(ROOT / script), *arguments], folder, warm)

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from verl_command import Command, judge
+from verl_command import ROLES, Command, judge
 from verl_compose import read_command
-from verl_roles import ROLES
 from verl_sections import translate
 
 from rlhf_megatron.errors import UserError

@@ -21,6 +21,8 @@ from rlhf_megatron.untrusted import shown
 
 ACTOR, ROLLOUT, REFERENCE = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 MODEL = "actor_rollout_ref.model"
+# Roles in verl's configuration, and the section of ours.
+ROLES = {ACTOR: "actor", REFERENCE: "reference", "critic": "critic", "reward_model": "reward_model"}
 
 # Keys whose values are mappings of names that are not verl's.
 MAPPINGS = ("data.apply_chat_template_kwargs",)
@@ -54,7 +56,7 @@ class Command:
 
     @property
     def engine(self) -> str:
-        """What verl would train with: megatron, veomni, torchtitan, or fsdp for FSDP and its kin."""
+        """Engine that verl would train with: megatron, veomni, torchtitan, or fsdp for FSDP and its kin."""
         chosen = [self.given.get(key) for key in (f"{ACTOR}.strategy", "model_engine")]
         others = (name for name in ("veomni", "torchtitan") if name in chosen)
         return "megatron" if self.is_of_megatron else next(others, "fsdp")

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl_command import ACTOR, Command, Tree
+from verl_command import ROLES, Command, Tree
 
 from rlhf_megatron.errors import RecipeError
-
-SECTIONS = {ACTOR: "actor", "critic": "critic"}
 
 
 def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float) -> None:
@@ -21,7 +19,7 @@ def put_optimizer(command: Command, tree: Tree, role: str, learning_rate: float)
     updates = _updates_of_schedule(command, tree)
 
     def put(key: str, value: Any) -> None:
-        tree.put(f"{SECTIONS[role]}.optimizer.{key}", value)
+        tree.put(f"{ROLES[role]}.optimizer.{key}", value)
 
     rate = command.number(f"{section}.lr", learning_rate)
     put("learning_rate", rate)
@@ -109,13 +107,13 @@ def put_streaming(command: Command, tree: Tree, role: str) -> None:
     options = f"{role}.optim.override_optimizer_config"
     share = command.first(f"{options}.optimizer_offload_fraction", f"{options}.offload_fraction", default=1.0)
     if command.first(f"{options}.optimizer_cpu_offload", default=False) and share > 0:
-        tree.put(f"{SECTIONS[role]}.offload.streamed_optimizer", share)
+        tree.put(f"{ROLES[role]}.offload.streamed_optimizer", share)
 
 
 def put_overlap(command: Command, tree: Tree, role: str) -> None:
     """Put gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
     options = f"{role}.megatron.override_ddp_config"
     reduces, gathers = (command.take(f"{options}.overlap_{what}", False) for what in ("grad_reduce", "param_gather"))
-    gathered = gathers and reduces and "lora" not in tree[SECTIONS[role]]
-    tree.put(f"{SECTIONS[role]}.optimizer.overlap_grad_reduce", reduces or None)
-    tree.put(f"{SECTIONS[role]}.optimizer.overlap_param_gather", gathered or None)
+    gathered = gathers and reduces and "lora" not in tree[ROLES[role]]
+    tree.put(f"{ROLES[role]}.optimizer.overlap_grad_reduce", reduces or None)
+    tree.put(f"{ROLES[role]}.optimizer.overlap_param_gather", gathered or None)

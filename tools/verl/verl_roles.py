@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLLOUT, Command, Tree
+from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLES, ROLLOUT, Command, Tree
 from verl_optimizer import put_optimizer, put_overlap
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.memory_savings import KEPT_MODULES
 from rlhf_megatron.untrusted import shown
 
-# Roles in verl's configuration, and the section of ours.
-ROLES = {ACTOR: "actor", REFERENCE: "reference", "critic": "critic", "reward_model": "reward_model"}
 DEGREES = {
     "tensor_model_parallel_size": "tensor", "pipeline_model_parallel_size": "pipeline",
     "virtual_pipeline_model_parallel_size": "virtual_pipeline", "context_parallel_size": "context",

@@ -236,11 +236,10 @@ def put_rollout(command: Command, tree: Tree) -> None:
     experts = command.number(f"{ROLLOUT}.expert_parallel_size", 1)
     spreads = command.take(f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel", experts > 1)
     tree.put("rollout.layout.expert_parallel", True if spreads else None)
-    cached = f"{ROLLOUT}.engine_kwargs.vllm"
     put_precision(command, tree, f"{ROLLOUT}.quantization", ("fp8",), "quantization", "here is fp8")
+    narrow, unknown = ("fp8", "fp8_e4m3"), "here is fp8, or the rollout's dtype"
     for key in ("kv_cache_dtype", "kv-cache-dtype"):
-        unknown = "here is fp8, or the rollout's dtype"
-        put_precision(command, tree, f"{cached}.{key}", ("fp8", "fp8_e4m3"), "kv_cache_dtype", unknown)
+        put_precision(command, tree, f"{ROLLOUT}.engine_kwargs.vllm.{key}", narrow, "kv_cache_dtype", unknown)
 
 
 def put_precision(command: Command, tree: Tree, key: str, narrow: tuple[str, ...], ours: str, unknown: str) -> None:
