@@ -68,7 +68,7 @@ class Regather:
         self.bytes_copied = 0
         self._addresses: tuple[int, ...] = ()
         self._padding: list[Tensor] = []
-        self._local = self._reads = RectangleCopies([], [])
+        self._local = RectangleCopies([], [])
         self._turns: list[_Turn] = []
         self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -95,10 +95,12 @@ class Regather:
         self._bind(sources, destinations)
         for rows in self._padding:
             rows.zero_()
-        with self._beside():
-            self._local.run()
         try:
-            self._read()
+            if self._peers is None:
+                with self._beside() if self._turns else contextlib.nullcontext():
+                    self._local.run()
+            else:
+                self._read(self._peers)
             self._exchange()
         except RuntimeError as error:
             peers = {peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers}
@@ -112,13 +114,15 @@ class Regather:
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
         verify_weights(self.plan.forwarding, self._dtype, self._transport, destinations, destinations)
 
-    def _read(self) -> None:
-        """Take what the node's other ranks have, when they have finished it and before they change it again."""
-        if self._peers is None:
-            return
-        self._peers.barrier()
-        self._reads.run()
-        self._peers.barrier()
+    def _read(self, peers: PeerMemory) -> None:
+        """Take what the node's ranks have, when they have finished it and before they change it again.
+
+        One kernel takes this rank's too, in turn with the others': a link leaves the memory time for both, but of two
+        kernels the second begins when the first one's programs leave it room.
+        """
+        peers.barrier()
+        self._local.run()
+        peers.barrier()
 
     def _exchange(self) -> None:
         """Pack a round while the one before it travels, then unpack that one; forwards when all has arrived."""
@@ -148,17 +152,14 @@ class Regather:
 
     def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Work out the copies between parameters and buffers, unless all are where they were the last time."""
-        addresses = tuple(tensor.data_ptr() for side in (sources, destinations) for tensor in side.values())
+        addresses = (*map(Tensor.data_ptr, sources.values()), *map(Tensor.data_ptr, destinations.values()))
         if addresses == self._addresses:
             return
         shared = {copy.destination_parameter for copy in self.plan.local if _is_view(copy, sources, destinations)}
         self._padding = _padding(self.plan, destinations, shared)
         local = [copy for copy in self.plan.local if copy.destination_parameter not in shared]
         self.bytes_copied = sum(copy.elements for copy in local) * self._dtype.itemsize
-        self._local = RectangleCopies(
-            [_target(copy, destinations) for copy in local], [_origin(copy, sources) for copy in local]
-        )
-        self._reads = self._bind_reads(sources, destinations)
+        self._local = self._bind_local(local, sources, destinations)
         self._turns = []
         for turn in self._rounds:
             held = destinations if turn.forwards else sources
@@ -168,15 +169,19 @@ class Regather:
             self._turns.append(_Turn(pack, sends, receives, unpack, turn.forwards))
         self._addresses = addresses
 
-    def _bind_reads(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> RectangleCopies:
-        """Return the copies out of other ranks' parameters, which know this rank's where they were."""
-        if self._peers is None:
-            return RectangleCopies([], [])
-        for name, address in self._peers.own.items():
-            if sources[name].data_ptr() != address:
-                raise RegatherError(f"regathering: {name} has moved, and other ranks read it where it was")
-        copies = spread_over_sources([copy for copy in self.plan.receives if copy.source in self._peers.near])
-        origins = [_origin(copy, self._peers.parameters[copy.source]) for copy in copies]
+    def _bind_local(
+        self, copies: list[Copy], sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
+    ) -> RectangleCopies:
+        """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay."""
+        held = {self.plan.rank: sources}
+        if self._peers:
+            for name, address in self._peers.own.items():
+                if sources[name].data_ptr() != address:
+                    raise RegatherError(f"regathering: {name} has moved, and other ranks read it where it was")
+            held |= self._peers.parameters
+            read = [copy for copy in self.plan.receives if copy.source in self._peers.near]
+            copies = spread_over_sources([*copies, *read])
+        origins = [_origin(copy, held[copy.source]) for copy in copies]
         return RectangleCopies([_target(copy, destinations) for copy in copies], origins)
 
     def _buffers(
