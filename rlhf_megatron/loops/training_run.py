@@ -29,8 +29,7 @@ from rlhf_megatron.generation.tool_turns import with_tools
 from rlhf_megatron.loops.role_building import RoleBuilder
 from rlhf_megatron.loops.step_recorder import StepRecorder
 from rlhf_megatron.loops.team_sync import make_teams
-from rlhf_megatron.models.architecture import Architecture, Head, read_architecture, read_config
-from rlhf_megatron.models.families.wrappers import wrapper_notes
+from rlhf_megatron.models.architecture import Architecture, Head, config_notes, read_architecture, read_config
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.planning.feasibility import check_tokens
 from rlhf_megatron.planning.host_bytes import Backend
@@ -152,7 +151,7 @@ def set_up(
     roles = RoleBuilder(context, architecture)
     actor = _build_actor(recipe, roles)
     exports = Exports(context, actor)
-    notes = [*wrapper_notes(read_config(recipe.model.path))]  # said as soon as there is a console
+    notes = [*config_notes(read_config(recipe.model.path))]  # said as soon as there is a console
 
     def say(text: str) -> None:
         context.say(text) if context.console else notes.append(text)

@@ -22,7 +22,8 @@ from rlhf_megatron.models.config_fields import (
 )
 from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind, Scales
 from rlhf_megatron.models.families import FAMILIES
-from rlhf_megatron.models.families.wrappers import WRAPPERS, language_config, wrapper_of
+from rlhf_megatron.models.families.rope_reading import rope_notes
+from rlhf_megatron.models.families.wrappers import WRAPPERS, language_config, wrapper_notes, wrapper_of
 from rlhf_megatron.untrusted import shown
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Scales",
     "check_generates",
     "classifier_config",
+    "config_notes",
     "parse_architecture",
     "read_architecture",
     "read_config",
@@ -60,6 +62,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{shown(path)}: must hold a JSON object")
     return config
+
+
+def config_notes(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return lines about a config.json that is supported, for the person who starts a run."""
+    return (*wrapper_notes(config), *rope_notes(config))
 
 
 def wrapped_language(folder: str | Path) -> dict[str, Any] | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rlhf_megatron.models.architecture import Architecture, read_architecture, read_config
-from rlhf_megatron.models.families.wrappers import wrapper_notes
+from rlhf_megatron.models.architecture import Architecture, config_notes, read_architecture, read_config
 from rlhf_megatron.models.lora import Adaptation, adaptation_in
 from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import TIGHT, Estimate, RolloutMemory, estimate
@@ -48,7 +47,7 @@ def dry_run(
     be read.
     """
     folder = planning_folder(recipe)
-    model, notes = read_architecture(folder), wrapper_notes(read_config(folder))
+    model, notes = read_architecture(folder), config_notes(read_config(folder))
     architectures = role_architectures(recipe, model)
     check_world(recipe, world_size)
     check_architectures(recipe, architectures)

@@ -107,7 +107,8 @@ VALUES = st.sampled_from(
     [None, True, False, 0, 1, 2, 3, 4, 64, 99, 100, -1, 10**9, 10**30, 10**400, 0.0, 1.0, 0.5, 1e-6, 1e300, "", "silu",
      "false", "bfloat16", "torch.bfloat16", "\x1b\n", [], ["full_attention"] * 2, ["sliding_attention"] * 2, [1, 2],
      [0], [0, 1], [[]], {}, {"a": 1}, {"rope_type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 2.0},
-     {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}, {"rope_type": "longrope", "factor": 2}]
+     {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16},
+     {"rope_type": "yarn", "factor": 2.0, "attn_factor": 0.8}, {"rope_type": "longrope", "factor": 2}]
 )  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hugging_face import describe, make_model, random_rows
+from hugging_face import SPECIAL, describe, make_model, random_rows
 from parallel.parity import VOCABULARY, Launches, layout_name, named, selected_names
 from parallel.ranks import run_ranks
 from parallel.regather_ranks import follow_families
@@ -92,6 +92,8 @@ DEVSTRAL_2 = {
         "mscale": 1.0, "mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0, "beta_fast": 4.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
+# Which vLLM reads itself in versions before 0.30.
+ATTN_FACTOR = {"rope_parameters": SPECIAL["qwen2_yarn"]["rope_parameters"] | {"attn_factor": 0.6}}
 CASES = {
     "delta nets and experts": Case("qwen3_next", grid=False, **DELTA_EXPERTS),
     "delta nets and experts, TP2": Case("qwen3_next", {"tensor": 2}, 2, **DELTA_EXPERTS),
@@ -112,7 +114,8 @@ CASES = {
     "Mixtral": Case("mixtral", experts=True),
     "layers without positions": Case("smollm3", grid=False),
     "layers without positions, TP2": Case("smollm3", {"tensor": 2}, 2),
-    "YaRN": Case("qwen2_yarn", fields=DIVIDED, grid=False),
+    "YaRN": Case("qwen2_yarn", fields=DIVIDED),
+    "YaRN with attn_factor": Case("qwen2_yarn", fields=DIVIDED | ATTN_FACTOR, grid=False),
     "soft caps, norms around sublayers": Case("gemma2", grid=False, tied=True),
     "soft caps, norms around sublayers, TP2": Case("gemma2", {"pipeline": 2}, 2),
     "two rotary tables": Case("gemma3_text"),

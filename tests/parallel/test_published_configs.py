@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ REFUSED = {
     "Qwen3-32B-FP8-Static-PerTensor": "quantization_config is",
 }
 ACCEPTED = sorted(PUBLISHED.keys() - REFUSED.keys())
-IN_TESTS = ("Qwen3-0.6B", "DeepSeek-R1")  # of ``make test``
+IN_TESTS = ("Qwen3-0.6B", "DeepSeek-R1", "DeepSeek-R1-0528-Qwen3-8B")  # of ``make test``
 AS = {"kimi_k2": "deepseek_v3"}  # what transformers reads a model as that it does not know
 ROWS = random_rows(7, VOCABULARY)
 
@@ -38,7 +39,12 @@ def make_small(folder: Path, name: str) -> dict[str, Any]:
 
 
 def as_transformers(config: dict[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy(config) | {"model_type": AS.get(config["model_type"], config["model_type"])}
+    """Return a config whose model type transformers knows, with the factor that attn_factor has in vLLM 0.25.1."""
+    theirs = copy.deepcopy(config) | {"model_type": AS.get(config["model_type"], config["model_type"])}
+    yarn = theirs.get("rope_scaling") or {}
+    if "attn_factor" in yarn:
+        yarn["attention_factor"] = yarn.pop("attn_factor") * (0.1 * math.log(yarn["factor"]) + 1.0)
+    return theirs
 
 
 @pytest.fixture(scope="module")

@@ -267,6 +267,7 @@ def test_a_model_that_vllm_would_misread_generates_nothing() -> None:
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5, and vLLM's is 7"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 12}, "layer_types are not window and full by turns"),
         ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, "rope_type is not yarn"),
+        ({"rope_scaling": GPT_OSS["rope_scaling"] | {"attn_factor": 0.9}}, "has an attention factor of its own"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
     ],
 )
@@ -391,6 +392,19 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0, "beta_fast": 1}}, "rope_scaling.beta_fast is 1"),
     (LLAMA, {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned is True"),
     (LLAMA, {"rope_scaling": YARN | {"low_freq_factor": 1.0}}, "rope_scaling.low_freq_factor is 1.0"),
+    (LLAMA, {"rope_scaling": YARN | {"attn_factor": 0}}, "attn_factor is 0; it must be a number above 0"),
+    (
+        LLAMA,
+        {"rope_scaling": YARN | {"attn_factor": 0.8782488562869419, "attention_factor": 0.8782488562869419}},
+        "rope_scaling.attn_factor scales queries and keys by 1, and attention_factor by 0.878249; remove one",
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": YARN | {"attn_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        "rope_scaling.attn_factor scales queries and keys by 1.13863, and the mscales by 1; remove one",
+    ),
+    (DEEPSEEK_V3, {"rope_scaling": YARN | {"attn_factor": 0.9}}, "vLLM has no .*attn_factor .* with latent attention"),
+    (LLAMA, {"rope_scaling": LLAMA3 | {"attn_factor": 0.9}}, "rope_scaling.attn_factor is 0.9"),
     (LLAMA, {"rope_scaling": YARN | {"truncate": 1}}, "rope_scaling.truncate is 1"),
     (LLAMA, {"rope_scaling": YARN | {"truncate": None}}, "rope_scaling.truncate is None"),
     (LLAMA, {"rope_scaling": YARN | {"beta_fast": 0}}, "beta_fast is 0"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -265,37 +264,6 @@ def test_vllm_is_given_the_language_model(tmp_path: Path) -> None:
     assert not hasattr(config, "vision_config") and config.tie_word_embeddings is False
     unknown = PreTrainedConfig(model_type="dummy_mistral3")
     assert arguments["hf_overrides"](unknown) is unknown
-
-
-@pytest.mark.parametrize(
-    ("scaling", "factor"),
-    [
-        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        ({"mscale": 1.0, "mscale_all_dim": 0.8}, (0.1 * math.log(4) + 1) / (0.08 * math.log(4) + 1)),
-        ({"attention_factor": 0.7}, 0.7),
-    ],
-)
-def test_vllm_is_given_the_attention_factor_by_both_names(
-    scaling: dict[str, float], factor: float, tmp_path: Path
-) -> None:
-    """By the formulas of vLLM 0.25.1, which no CPU build has, and of newer ones."""
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    folder = make_model(tmp_path / "model", "qwen2_yarn")
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["rope_parameters"] |= scaling
-    file.write_text(json.dumps(config))
-    plain = AutoConfig.from_pretrained(folder)
-    assert ROPE_INIT_FUNCTIONS["yarn"](plain, "cpu")[1] == pytest.approx(factor)
-    given = config_arguments(folder)["hf_overrides"](plain).rope_parameters
-    assert given["attn_factor"] * (0.1 * math.log(4) + 1) == pytest.approx(factor)
-    assert given["attention_factor"] == pytest.approx(factor)
-
-
-def test_vllm_reads_a_plain_config_itself(tmp_path: Path) -> None:
-    assert config_arguments(make_model(tmp_path / "model", "qwen2_yarn")) == {}
 
 
 def test_a_plan_counts_the_language_model_alone(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def with_latent_attention(path: Path, config: Mapping[str, Any], read: Any) -> A
         raise unsupported(path, "rope_type", (config.get("rope_scaling") or config["rope_parameters"]), "default, yarn")
     if scaling and (scaling.attention_factor is not None or not scaling.truncate):
         raise ModelError(
-            f"{shown(path)}: vLLM has no attention_factor and no truncate with latent attention; remove it"
+            f"{shown(path)}: vLLM has no attention_factor, attn_factor or truncate with latent attention; remove it"
         )
     if scaling and (scaling.mscale is None) != (scaling.mscale_all_dim is None):
         raise ModelError(f"{shown(path)}: mscale and mscale_all_dim go together; add the other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import brief, number, size, unsupported
 from rlhf_megatron.models.rope import SCALINGS, AlphaScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 from rlhf_megatron.untrusted import shown
+from rlhf_megatron.yarn import attention_factor, factor_in, yarn_tables
 
 _ORIGINAL = "original_max_position_embeddings"
+_ATTN_FACTOR = "attn_factor"
 _FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -63,14 +66,47 @@ def read_rope(
         if kind == "linear" and type(given.get("factor")) is int:  # vLLM would go through it as through a list
             raise unsupported(path, f"{field}.factor", given["factor"], "a number with a point")
         scaling = _scaling(path, field, scalings[kind], parameters, max_positions)
+        if isinstance(scaling, YarnScaling) and _ATTN_FACTOR in given:
+            scaling = _with_attn_factor(path, field, scaling, number(path, _ATTN_FACTOR, given))
         _check(path, field, scaling, theta, int(head_dim * fraction))
     return Rope(theta, scaling, fraction, interleaved)
+
+
+def rope_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a line for the person who starts a run where transformers takes other embeddings from a config.json."""
+    text = config.get("text_config") or config
+    for yarn in yarn_tables(text.get("rope_scaling") or text.get("rope_parameters")):
+        ours, theirs = factor_in(yarn), factor_in(yarn | {_ATTN_FACTOR: None})
+        if not _agree(ours, theirs):
+            return (
+                f"attn_factor scales queries and keys by {ours:g}, as in vLLM before 0.30; transformers and newer vLLM "
+                f"ignore it and take {theirs:g}, unless config.json also has attention_factor: {ours:g}",
+            )
+    return ()
+
+
+def _agree(factor: float, other: float) -> bool:
+    return math.isclose(factor, other, rel_tol=1e-5)
+
+
+def _with_attn_factor(path: Path, where: str, yarn: YarnScaling, attn_factor: float) -> YarnScaling:
+    """Return ``yarn`` with the attention factor of ``attn_factor``; raises ModelError where others say another one."""
+    factor = attention_factor(yarn.factor, attn_factor=attn_factor)
+    said = attention_factor(yarn.factor, yarn.attention_factor, yarn.mscale, yarn.mscale_all_dim)
+    if (yarn.attention_factor or (yarn.mscale and yarn.mscale_all_dim)) and not _agree(factor, said):
+        other = "attention_factor" if yarn.attention_factor else "the mscales"
+        raise ModelError(
+            f"{shown(path)}: {where}.{_ATTN_FACTOR} scales queries and keys by {factor:g}, and {other} by {said:g}; "
+            "remove one"
+        )
+    return dataclasses.replace(yarn, attention_factor=factor)
 
 
 def _parameters(scaling: type[Scaling]) -> list[str]:
     """Return the config's names of the parameters of a kind."""
     derived = ("is_long", "max_position_embeddings")
-    return [field.name for field in dataclasses.fields(scaling) if field.name not in derived]
+    names = [field.name for field in dataclasses.fields(scaling) if field.name not in derived]
+    return [*names, _ATTN_FACTOR] if scaling is YarnScaling else names
 
 
 def _rotated_fraction(

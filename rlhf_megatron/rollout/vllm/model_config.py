@@ -13,7 +13,7 @@ from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.model_checks import check_classes
 from rlhf_megatron.rollout.vllm.refusals import one_line
 from rlhf_megatron.untrusted import read_json, shown
-from rlhf_megatron.yarn import attention_factor, magnitude
+from rlhf_megatron.yarn import FACTORS, factor_in, magnitude, yarn_tables
 
 _MOST_LAYERS = 10_000
 
@@ -28,7 +28,7 @@ def config_arguments(folder: str | Path, language: Mapping[str, Any] | None = No
     if not isinstance(config, dict):
         return {}
     rope = (language or config).get("rope_parameters") or (language or config).get("rope_scaling")
-    if language is None and config.get("quantization_config") is None and not any(map(_is_scaled, _tables(rope))):
+    if language is None and config.get("quantization_config") is None and not any(map(_is_scaled, yarn_tables(rope))):
         return {}
     # Mistral's folders have files of another format beside transformers'.
     return {"hf_overrides": PlainConfig(language or {}), "config_format": "hf"}
@@ -51,7 +51,7 @@ class PlainConfig:
         if self.fields and hasattr(config, "text_config"):
             language = CONFIG_MAPPING[self.fields["model_type"]].from_dict(copy.deepcopy(dict(self.fields)))
         if not hasattr(language, "kv_lora_rank"):  # vLLM reads the mscales of latent attention
-            for table in filter(_is_scaled, _tables(getattr(language, "rope_parameters", None))):
+            for table in filter(_is_scaled, yarn_tables(getattr(language, "rope_parameters", None))):
                 table.update(_attention_factors(table))
         if hasattr(language, "quantization_config"):  # whose presence alone tells some of vLLM's loaders
             del language.quantization_config
@@ -59,28 +59,18 @@ class PlainConfig:
 
 
 def _attention_factors(yarn: Mapping[str, Any]) -> dict[str, float]:
-    """Return the factor of turned queries and keys of a YaRN table as transformers has it, by both of vLLM's names.
+    """Return the factor of turned queries and keys of a YaRN table by both of vLLM's names.
 
-    Its newer versions read ``attention_factor`` and the mscales. 0.25.1 reads neither: it multiplies what it makes of
-    the scaling, 0.1 ln(factor) + 1, by ``attn_factor``, which newer ones do not read.
+    From 0.30 it reads ``attention_factor`` and the mscales. Earlier versions read neither: they multiply what they make
+    of the scaling, 0.1 ln(factor) + 1, by ``attn_factor``, which newer ones do not read.
     """
-    factor = attention_factor(
-        yarn["factor"], *(yarn.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    )
+    factor = factor_in(yarn)
     return {"attention_factor": factor, "attn_factor": factor / magnitude(yarn["factor"])}
 
 
-def _tables(rope: object) -> list[dict[str, Any]]:
-    """Return rotary parameters of a config: its own, or those of each type of layer."""
-    if not isinstance(rope, dict):
-        return []
-    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]
-
-
-def _is_scaled(table: Mapping[str, Any]) -> bool:
-    """Tell whether a table is YaRN's and has an attention factor that does not follow from ``factor`` alone."""
-    kind = table.get("rope_type", table.get("type"))
-    return kind == "yarn" and any(table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+def _is_scaled(yarn: Mapping[str, Any]) -> bool:
+    """Tell whether a YaRN table has an attention factor that does not follow from ``factor`` alone, or a null one."""
+    return any(name in yarn for name in FACTORS)
 
 
 def checked_vocabulary(folder: Path, language: Mapping[str, Any] | None = None) -> int:
