@@ -41,7 +41,8 @@ def _rotate(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     # Its sequence: the last that begins at it or before.
     low = tl.zeros([TOKENS], dtype=tl.int32)
     high = low + sequences
-    for _ in range(halvings):
+    while halvings > 0:
+        halvings -= 1
         middle = (low + high) // 2
         is_before = tl.load(cu_seqlens + middle).to(tl.int32) // parts <= token
         low = tl.where(is_before, middle, low)

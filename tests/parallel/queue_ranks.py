@@ -66,8 +66,9 @@ def replicas(model: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for scheduling in ("queue", "static"):
         queue = WorkQueues(scheduling, rank, 2, name=scheduling).open(GROUPS)
+        dist.barrier()  # a GPU is through with all groups before an engine that starts later asks for one
         result[scheduling] = as_json(engine.generate(requests_of(range(GROUPS)), sampling(), queue=queue))
-        dist.barrier()
+    dist.barrier()
 
     queues = WorkQueues("queue", rank, 2, name="enough")
     done: list[int] = []
