@@ -41,8 +41,9 @@ def _rotate(  # type: ignore[no-untyped-def] # Triton looks names of annotations
     # Its sequence: the last that begins at it or before.
     low = tl.zeros([TOKENS], dtype=tl.int32)
     high = low + sequences
-    while halvings > 0:
-        halvings -= 1
+    left = tl.full([], halvings, tl.int32)  # counts down also where torch.compile makes a constant of the number
+    while left > 0:
+        left -= 1
         middle = (low + high) // 2
         is_before = tl.load(cu_seqlens + middle).to(tl.int32) // parts <= token
         low = tl.where(is_before, middle, low)

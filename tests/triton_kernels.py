@@ -28,12 +28,12 @@ def assembly_for_hopper(
 ) -> str:
     """Return what a kernel becomes for GPUs of the kind of the H200; ``aligned`` arguments are multiples of 16.
 
-    ``types`` has those of all arguments but the ``constants``, in their order.
+    ``types`` has those of all arguments but the ``constants``.
     """
     triton = pytest.importorskip("triton", reason="the compiler is Triton's")
     from triton.backends.compiler import GPUTarget
 
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    signature = {name: "constexpr" if name in constants else types[name] for name in function.arg_names}
     multiples = {(list(signature).index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = triton.compiler.ASTSource(fn=function, signature=signature, constexprs=dict(constants), attrs=multiples)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
