@@ -16,7 +16,8 @@ from rlhf_megatron.checkpoint.parts import TeamOwnedState
 from rlhf_megatron.data.row_numbers import RowNumbers
 from rlhf_megatron.data.shared_prompts import SharedPrefixes
 from rlhf_megatron.data.stream import PromptStream
-from rlhf_megatron.models.flops import peak_flops, training_flops
+from rlhf_megatron.gpu_kinds import peak_flops
+from rlhf_megatron.models.flops import training_flops
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.monitor.timeline import Clock
 from rlhf_megatron.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, and the peak of a GPU: model FLOPs utilisation (MFU).
+"""Floating-point operations of training, for model FLOPs utilisation (MFU); bytes of the rollout's cache.
 
 What the model needs, not what was done: recomputed activations and padding do not count (arXiv 2204.02311, appendix B).
 """
@@ -9,22 +9,6 @@ from collections.abc import Iterable, Sequence
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.families import FAMILIES
-
-# Dense bfloat16 operations per second from the vendor's data sheets, by what a GPU's name contains; the first counts.
-_PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-}
 
 
 def forward_flops(
@@ -83,12 +67,6 @@ def attention_cost(architecture: Architecture) -> float:
     one, two = (forward_flops(architecture, [length], length) for length in (1, 2))
     half_a_pair = (two - 2 * one) / 2
     return half_a_pair / (one - half_a_pair)
-
-
-def peak_flops(gpu: str) -> float | None:
-    """Return dense bfloat16 operations per second of a GPU by its name, as torch gives it; None where it is not
-    known."""
-    return next((peak for name, peak in _PEAKS.items() if name in gpu), None)
 
 
 def kv_cache_bytes_per_token(architecture: Architecture, tensor: int, element_bytes: int) -> int:

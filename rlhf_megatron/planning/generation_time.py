@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from rlhf_megatron.gpu_kinds import GPUS
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token, peak_flops
+from rlhf_megatron.models.flops import kv_cache_bytes, kv_cache_bytes_per_token
 from rlhf_megatron.planning.links import link
 from rlhf_megatron.planning.memory import RolloutMemory, estimate, kv_element_bytes
 from rlhf_megatron.planning.row_lengths import RowLengths, alike_rows, lengths, routed_weights, used_weights
 from rlhf_megatron.planning.stage_memory import GB
 from rlhf_megatron.recipe import RLRecipe
 
-# Bytes per second of a GPU's memory, from the vendor's data sheets.
-MEMORY_BANDWIDTH = {
-    "A100": 2.04e12,
-    "A800": 2.04e12,
-    "B200": 8.0e12,
-    "GB200": 8.0e12,
-    "H100": 3.35e12,
-    "H20": 4.0e12,
-    "H200": 4.8e12,
-    "H800": 3.35e12,
-    "L40S": 0.864e12,
-}
 HOST_BYTES_PER_SECOND = 40e9  # of weights that come from page-locked memory
 # Generation: what of the memory's bandwidth reading weights and cache comes to, and what each token takes besides.
 _OF_WEIGHTS, _OF_CACHE, _SECONDS_PER_TOKEN = 0.95, 0.8, 1.9e-3
@@ -35,13 +24,11 @@ _ALL_REDUCE_SECONDS, _ALL_REDUCE_BYTES_PER_SECOND = 5e-6, 150e9
 
 def tail_seconds(recipe: RLRecipe, architectures: Mapping[str, Architecture], world: int) -> float:
     """Return by how much generation is longer than if all responses had the mean length."""
-    memory, gpu = estimate(recipe, architectures, world).rollout, recipe.cluster.gpu
-    assert memory is not None and gpu is not None
-    peak = peak_flops(gpu)
-    assert peak is not None
+    memory = estimate(recipe, architectures, world).rollout
+    assert memory is not None
     prompt, responses = lengths(recipe, recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt)
     drawn, alike = (
-        generation_seconds(recipe, architectures["actor"], memory, rows, prompt, peak, MEMORY_BANDWIDTH[gpu])
+        generation_seconds(recipe, architectures["actor"], memory, rows, prompt)
         for rows in (responses, alike_rows(responses.mean, len(responses)))
     )
     return max(0.0, drawn - alike)
@@ -78,11 +65,10 @@ def generation_seconds(
     rollout: RolloutMemory,
     responses: RowLengths,
     prompt: float,
-    peak: float,
-    bandwidth: float,
 ) -> float:
     """Return the slowest thing of each token for all sequences at a time, from the first to the end of the longest."""
-    tensor = recipe.rollout.layout.tensor
+    assert recipe.cluster.gpu is not None
+    tensor, gpu = recipe.rollout.layout.tensor, GPUS[recipe.cluster.gpu]
     own = responses[:: rollout.replicas]
     mean = fmean(own)
     in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
@@ -96,8 +82,8 @@ def generation_seconds(
     most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / kept(in_cache))))
 
     def seconds_of_token(sequences: float, tokens: float) -> float:
-        reading = 2.0 * _read_weights(model, sequences) / tensor / (bandwidth * _OF_WEIGHTS)
-        computing = 2.0 * multiplied * sequences / tensor / (peak * _OF_PEAK_IN_ROLLOUT)
+        reading = 2.0 * _read_weights(model, sequences) / tensor / (gpu.bandwidth * _OF_WEIGHTS)
+        computing = 2.0 * multiplied * sequences / tensor / (gpu.flops * _OF_PEAK_IN_ROLLOUT)
         of_cache = on_each_rank * sequences * kept(tokens)
         partial = 2.0 * sequences * model.hidden  # bytes of each rank's part of a sum
         summing = partial * (tensor - 1) / _ALL_REDUCE_BYTES_PER_SECOND
@@ -106,7 +92,7 @@ def generation_seconds(
         reducing = _ALL_REDUCE_SECONDS + summing if tensor > 1 else 0.0
         return (
             max(reading, computing)
-            + of_cache / (bandwidth * _OF_CACHE)
+            + of_cache / (gpu.bandwidth * _OF_CACHE)
             + 2 * model.layers * reducing
             + _SECONDS_PER_TOKEN
         )

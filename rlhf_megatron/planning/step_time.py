@@ -12,11 +12,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from rlhf_megatron.gpu_kinds import GPUS
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.flops import peak_flops
 from rlhf_megatron.models.recompute import recomputed_fraction
 from rlhf_megatron.monitor.columns import GENERATING
-from rlhf_megatron.planning.generation_time import HOST_BYTES_PER_SECOND, MEMORY_BANDWIDTH, generation_seconds
+from rlhf_megatron.planning.generation_time import HOST_BYTES_PER_SECOND, generation_seconds
 from rlhf_megatron.planning.gradient_time import exchange_seconds
 from rlhf_megatron.planning.links import SUMMED_BYTES_PER_SECOND, link
 from rlhf_megatron.planning.memory import estimate
@@ -90,23 +90,18 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
         return None
     memory, gpu = estimate(recipe, architectures, world), recipe.cluster.gpu
     assert gpu is not None and memory.rollout is not None
-    peak, bandwidth = peak_flops(gpu), MEMORY_BANDWIDTH[gpu]
-    assert peak is not None
+    peak = GPUS[gpu].flops
     rows = recipe.batch.prompts_per_step * recipe.batch.rows_per_prompt
     prompt, responses = lengths(recipe, rows)
     whole, again = whole_rows(prompt, responses), alike_rows(prompt, rows - recipe.batch.prompts_per_step)
-    phases = {
-        "generate": generation_seconds(
-            recipe, architectures["actor"], memory.rollout, responses, prompt, peak, bandwidth
-        )
-    }
+    phases = {"generate": generation_seconds(recipe, architectures["actor"], memory.rollout, responses, prompt)}
     passes: dict[str, dict[str, float]] = {"score": {}, "logprobs": {}, "update": {}}
     exchanges: dict[str, tuple[float, float]] = {}
     placed = {name: role_ranks(recipe, name, world) for name in memory.roles}
     for name, ranks in placed.items():
         model, section = architectures[name], recipe.roles[name]
         spared = again if recipe.shares_prompts(section) else NO_ROWS
-        speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section), recipe.cluster, peak)
+        speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section), recipe.cluster)
         speed *= FP8_SPEED if section.fp8_recipe else 1.0
         if name != "actor" or recipe.old_logprobs == "recompute":
             phase = "score" if name == "reward_model" else "logprobs"
@@ -126,7 +121,7 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
     spared = again if recipe.actor.shared_prompts else NO_ROWS
     if recipe.reference_is_base:
         ranks = placed["actor"]
-        speed = len(ranks) * peak * _share_of_peak(architectures["actor"], recipe.actor.layout, recipe.cluster, peak)
+        speed = len(ranks) * peak * _share_of_peak(architectures["actor"], recipe.actor.layout, recipe.cluster)
         # With old logprobs the same ranks do one after the other.
         passes["logprobs"]["actor"] = passes["logprobs"].get("actor", 0.0) + (
             forward_flops(architectures["actor"], whole, responses.tokens, spared=spared) / speed
@@ -174,12 +169,12 @@ def _head_in_layers(model: Architecture, whole: RowLengths, spared: RowLengths, 
     return (4 / 3 if twice else 1) * (both - body) / (body / model.layers)
 
 
-def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterSection, peak: float) -> float:
+def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterSection) -> float:
     """Return the share of the peak that training comes to, less waiting for others: tensor-parallel sums and tokens to
     experts."""
     tensor, weights = layout.tensor, used_weights(model)
     assert cluster.gpu is not None
-    relative = min(1.0, peak / MEMORY_BANDWIDTH[cluster.gpu] / _COMPUTED_PER_BYTE)
+    peak, relative = GPUS[cluster.gpu].flops, min(1.0, GPUS[cluster.gpu].flops_per_byte / _COMPUTED_PER_BYTE)
 
     def seconds(weights: float, columns: float, columns_for_half: float) -> float:  # of a token's forward pass
         return 2.0 * weights / tensor / (peak * _BEST_SHARE * columns / (columns + relative * columns_for_half))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_megatron.gpu_kinds import GPUS
 from rlhf_megatron.recipe.rollout import LOWEST_TEMPERATURE
 from rlhf_megatron.recipe.section import LARGEST_MEMORY_GB, LONGEST_SECONDS, Section
 
@@ -197,16 +198,6 @@ class RegatherSection(Section):
     """Compare checksums in every N-th weight sync; a mismatch stops the run. 0: never."""
 
 
-HOPPER = ("H100", "H20", "H200", "H800")
-"""Those of ``cluster.gpu`` that multiply blocks in 8 bits, each with its own scale."""
-
-# In GB of 2^30 bytes, as the cards report; of an A100 the larger one.
-_MEMORY_GB = {
-    "A100": 80.0, "A800": 80.0, "B200": 179.0, "GB200": 185.0, "H100": 80.0, "H20": 96.0, "H200": 140.0, "H800": 80.0,
-    "L40S": 45.0,
-}  # fmt: skip
-
-
 class ClusterSection(Section):
     """The machines, for planning and for choosing near sources in a weight sync."""
 
@@ -226,9 +217,9 @@ class ClusterSection(Section):
     def _memory_of_gpu(cls, given: Any) -> Any:
         """Fill in what the named GPU has: a plan for an L40S must not fill 80 GB."""
         kind = given.get("gpu") if isinstance(given, dict) else None
-        if not isinstance(kind, str) or kind not in _MEMORY_GB:
+        if not isinstance(kind, str) or kind not in GPUS:
             return given
-        return {"gpu_memory_gb": _MEMORY_GB[kind]} | given
+        return {"gpu_memory_gb": GPUS[kind].memory_gb} | given
 
     @model_validator(mode="after")
     def _memory_is_left(self) -> ClusterSection:

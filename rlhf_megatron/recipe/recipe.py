@@ -10,12 +10,12 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_megatron.gpu_kinds import GPUS
 from rlhf_megatron.recipe.batch import BatchSection
 from rlhf_megatron.recipe.data import DataSection
 from rlhf_megatron.recipe.health import HealthSection
 from rlhf_megatron.recipe.model import ModelSection
 from rlhf_megatron.recipe.operations import (
-    HOPPER,
     CheckpointSection,
     ClusterSection,
     EvaluationSection,
@@ -129,9 +129,10 @@ class Recipe(Section):
             return
         if self.model.dtype != "bfloat16":
             raise ValueError(f"actor.fp8={self.actor.fp8} needs model.dtype bfloat16; it is {self.model.dtype}")
-        if self.cluster.gpu not in (None, *HOPPER):
+        hopper = [name for name, gpu in GPUS.items() if gpu.hopper]
+        if self.cluster.gpu not in (None, *hopper):
             raise ValueError(
-                f"actor.fp8={self.actor.fp8}: cluster.gpu={self.cluster.gpu} is none of {', '.join(HOPPER)}, which "
+                f"actor.fp8={self.actor.fp8}: cluster.gpu={self.cluster.gpu} is none of {', '.join(hopper)}, which "
                 "multiply blocks with scales; leave out fp8"
             )
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hugging_face import WINDOW, load_model, make_model
+from rlhf_megatron.gpu_kinds import GPUS, peak_flops
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.flops import (
     attention_cost,
     forward_flops,
     kv_cache_bytes,
     kv_cache_bytes_per_token,
-    peak_flops,
     training_flops,
 )
+from rlhf_megatron.recipe.operations import ClusterSection
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
@@ -88,3 +90,7 @@ def test_a_gpu_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA H20") == 148e12 and peak_flops("NVIDIA GB200") > peak_flops("NVIDIA B200")
     assert peak_flops("NVIDIA GeForce RTX 4090") is None
+
+
+def test_a_recipe_may_name_every_gpu_that_is_known() -> None:
+    assert {*get_args(get_args(ClusterSection.model_fields["gpu"].annotation)[0])} == {*GPUS}

@@ -24,7 +24,8 @@ import torch
 from random_role import make_parser, random_batch, random_role, run, timed
 
 from rlhf_megatron.data.rollout_batch import RolloutBatch
-from rlhf_megatron.models.flops import peak_flops, training_flops
+from rlhf_megatron.gpu_kinds import peak_flops
+from rlhf_megatron.models.flops import training_flops
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 from rlhf_megatron.runtime.command import command
 
