@@ -88,7 +88,7 @@ CASES = {
     **{name: case._replace(grid=True) for name, case in dense("of images and text, Gemma", "gemma3").items()},
     **{name: case._replace(grid=True) for name, case in dense("of images and text, Mistral", "mistral3").items()},
     **dense("of images and text, Qwen2.5-VL", "qwen2_5_vl", grid=True),
-    "of images and text, Qwen2-VL, TP2": Case("qwen2_vl", True, {"tensor": 2}, grid=True),
+    **dense("of images and text, Qwen2-VL", "qwen2_vl", grid=True),
     **dense("of images and text, Qwen3-VL", "qwen3_vl", grid=True),
     **{
         name: case._replace(grid="EP2, then" not in name)
