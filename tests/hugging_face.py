@@ -169,7 +169,9 @@ CONFIGS = {
     "qwen3_moe_plain": Qwen3MoeConfig,
     "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_text_heads": Qwen3_5TextConfig,
     "qwen3_next": Qwen3NextConfig,
+    "qwen3_next_heads": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
 }
@@ -219,6 +221,8 @@ _DELTA_NET = {
 # Pairs of a head of 32 that go by each of the three positions of an image; of GLM-4V half a head turns.
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}}
 _HALF_SECTIONS = {"rope_parameters": _SECTIONS["rope_parameters"] | {"mrope_section": [4, 2, 2]}}
+_NEXT = _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]}
+_MORE_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}  # for tensor and context ranks
 _QWEN3_5 = _DELTA_NET | {
     "rope_parameters": _SECTIONS["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 }
@@ -376,7 +380,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": _EXPERTS | _QWEN3_5 | {"shared_expert_intermediate_size": 80},
     "qwen3_5_moe_text": _EXPERTS | _QWEN3_5 | {"shared_expert_intermediate_size": 80},
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_next": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
+    "qwen3_5_text_heads": _QWEN3_5 | _MORE_HEADS,
+    "qwen3_next": _NEXT,
+    "qwen3_next_heads": _NEXT | _MORE_HEADS,
     "qwen2_vl": _SECTIONS | {"hidden_size": 128},
     "qwen2_5_vl": _SECTIONS | {"hidden_size": 128},
     "qwen3_vl": _SECTIONS,
@@ -396,6 +402,8 @@ VARIANTS = {
     "llama_attention_biases",
     "llama_biases",
     "qwen3_biases",
+    "qwen3_5_text_heads",
+    "qwen3_next_heads",
     "mistral_linear",
     "mistral_window",
     "phi3_long",

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from rlhf_megatron.data.context_parallel import tokens_of_part
+from rlhf_megatron.models.head_exchange import heads_for_tokens, permuted, tokens_for_heads
 from rlhf_megatron.models.interval_attention import can_attend, interval_attention, intervals
 
 
@@ -85,25 +86,17 @@ class PackedAttention(MegatronModule):
         held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
         order = held.argsort()
         if self._exchanges_heads:
-            query, key, value = (self._heads_for_tokens(part)[order] for part in (query, key, value))
+            query, key, value = (
+                permuted(heads_for_tokens(part.unflatten(1, (parts, -1)), self._group), order, held)
+                for part in (query, key, value)
+            )
             offset = self.softmax_offset
             own = None if offset is None else offset.chunk(parts)[self._group.rank()]
             out = self._attend(query, key, value, boundaries, longest, sinks=own)
-            return self._tokens_for_heads(out[held]).flatten(1)
+            return tokens_for_heads(permuted(out, held, order), self._group).flatten(1)
         key, value = (gather_from_sequence_parallel_region(part, group=self._group)[order] for part in (key, value))
         mine = Queries(held.chunk(parts)[self._group.rank()], boundaries // parts)
         return self._attend(query, key, value, boundaries, longest, mine, sinks=self.softmax_offset).flatten(1)
-
-    def _heads_for_tokens(self, values: Tensor) -> Tensor:
-        """Map [t / parts, heads, d] -> [t, heads / parts, d], tokens in the order of ranks."""
-        by_rank = values.unflatten(1, (self._group.size(), -1)).transpose(0, 1)
-        received: Tensor = all_to_all(self._group, by_rank.contiguous())
-        return received.flatten(0, 1)
-
-    def _tokens_for_heads(self, values: Tensor) -> Tensor:
-        """Map the inverse way: [t, heads / parts, d] -> [t / parts, heads, d]."""
-        received: Tensor = all_to_all(self._group, values.unflatten(0, (self._group.size(), -1)))
-        return received.transpose(0, 1).flatten(1, 2)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Return nothing: checkpoints go by the weight map."""

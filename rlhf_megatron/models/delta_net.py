@@ -10,10 +10,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,6 +24,7 @@ from torch import Tensor
 from rlhf_megatron.kernels.rotary import positions
 from rlhf_megatron.models.delta_rule import delta_rule
 from rlhf_megatron.models.description import DeltaNet
+from rlhf_megatron.models.head_exchange import heads_for_tokens, permuted, tokens_for_heads
 from rlhf_megatron.models.packed_sequences import PackedSequences
 from rlhf_megatron.models.rectangles import Implementation
 
@@ -48,6 +50,9 @@ class DeltaNetAttention(MegatronModule):
 
     ``column`` and ``row`` are Megatron's linear layers. With several tensor ranks sequence parallelism is on: each rank
     has a part of the gradient of the output's norm, which Megatron sums then.
+
+    With context parallelism ranks exchange tokens for heads between the projections: each has some of the heads of all
+    tokens there, and only these heads' numbers of ``conv1d``, ``dt_bias`` and ``A_log`` get gradients from it.
     """
 
     def __init__(
@@ -62,7 +67,8 @@ class DeltaNetAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         ranks = pg_collection.tp.size()
-        assert pg_collection.cp.size() == 1 and (ranks == 1 or config.sequence_parallel)
+        assert ranks == 1 or config.sequence_parallel
+        self._context: dist.ProcessGroup = pg_collection.cp
         self._net, self._keys, self._values = net, net.keys // ranks, net.values // ranks
         self._key_heads, heads = net.key_heads // ranks, net.value_heads // ranks
         make = functools.partial(
@@ -105,19 +111,50 @@ class DeltaNetAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("DeltaNetAttention takes packed sequences only; pass packed_seq_params")
         qkvz, ba = (layer(hidden_states)[0].squeeze(1) for layer in (self.in_proj_qkvz, self.in_proj_ba))
-        query, key, value, gate, beta, alpha = self._parted(qkvz, ba)
+        *mixing, gate, beta, alpha = self._parted(qkvz, ba)
+        mixed, beta, alpha = self._heads_for_tokens(mixing, beta, alpha, packed_seq_params)
         convolve, apply_rule = self._kernels(qkvz)
-        mixed = convolve(torch.cat([query, key, value], dim=-1), self.conv1d.weight.squeeze(1), packed_seq_params)
-        query, key, value = mixed.split([self._keys, self._keys, self._values], dim=-1)
+        sizes = [self._keys, self._keys, self._values]
+        mixed = convolve(mixed, self._of_rank(self.conv1d.weight.squeeze(1), *sizes), packed_seq_params)
+        query, key, value = mixed.split([size // self._context.size() for size in sizes], dim=-1)
         repeats = self._net.value_heads // self._net.key_heads
         query, key = (
-            normalised(part.unflatten(-1, (self._key_heads, -1))).repeat_interleave(repeats, dim=1)
+            normalised(part.unflatten(-1, (-1, self._net.key_dim))).repeat_interleave(repeats, dim=1)
             for part in (query, key)
         )
-        decay = -self.A_log.float().exp() * functional.softplus(alpha.float() + self.dt_bias)
+        decay = -self._of_rank(self.A_log).float().exp() * functional.softplus(
+            alpha.float() + self._of_rank(self.dt_bias)
+        )
         value = value.unflatten(-1, (-1, self._net.value_dim))
         out = apply_rule(query, key, value, decay, beta.sigmoid(), packed_seq_params)
+        out = self._tokens_for_heads(out, packed_seq_params)
         return self.out_proj(self._gated(out, gate.unflatten(-1, (-1, self._net.value_dim))).flatten(1)[:, None])
+
+    def _heads_for_tokens(
+        self, mixing: Sequence[Tensor], beta: Tensor, alpha: Tensor, rows: PackedSequences
+    ) -> list[Tensor]:
+        """Map [t, n] each, of all heads -> [t of all ranks, n of this rank's heads], ``mixing`` behind each other."""
+        parts = self._context.size()
+        if parts == 1:
+            return [torch.cat([*mixing], dim=-1), beta, alpha]
+        by_rank = [each.unflatten(-1, (parts, -1)) for each in (*mixing, beta, alpha)]
+        received = heads_for_tokens(torch.cat(by_rank, dim=-1), self._context)
+        heads = beta.size(-1) // parts
+        widths = [received.size(-1) - 2 * heads, heads, heads]
+        return [permuted(each, rows.order, rows.held) for each in received.split(widths, dim=-1)]
+
+    def _tokens_for_heads(self, out: Tensor, rows: PackedSequences) -> Tensor:
+        """Map [t of all ranks, heads of this one, d] -> [t, heads, d]."""
+        if self._context.size() == 1:
+            return out
+        return tokens_for_heads(permuted(out, rows.held, rows.order), self._context).flatten(1, 2)
+
+    def _of_rank(self, parameter: Tensor, *sections: int) -> Tensor:
+        """Return what of each of its ``sections`` (default: one) belongs to the heads of this context rank."""
+        parts, rank = self._context.size(), self._context.rank()
+        if parts == 1:
+            return parameter
+        return torch.cat([each.chunk(parts)[rank] for each in parameter.split(sections or len(parameter))])
 
     def _parted(self, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
         """Return queries, keys, values, gates of the output, strengths and decays of the rank's heads, [t, ...]

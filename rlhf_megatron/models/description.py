@@ -264,11 +264,12 @@ class Architecture:
             )
         if self.delta_net is None:
             return
-        _check_divides("tensor", layout.tensor, self.delta_net.key_heads, "key heads (linear_num_key_heads)")
-        if layout.context > 1:
+        heads, what = self.delta_net.key_heads, "key heads (linear_num_key_heads)"
+        _check_divides("tensor", layout.tensor, heads, what)
+        if heads % (layout.tensor * layout.context):
             raise ModelError(
-                f"layout.context={layout.context}: layers with a delta net have no context parallelism here; use "
-                "tensor, expert or pipeline"
+                f"layout.context={layout.context} times layout.tensor={layout.tensor} does not divide the model's "
+                f"{heads} {what}, which both share out; lower one of them, or use pipeline"
             )
 
     def _check_feed_forward(self, layout: Layout) -> None:

@@ -3,7 +3,8 @@
 A forward pass sums [tokens, hidden] over the tensor-parallel ranks once for the embedding and twice for a layer
 (Megatron-LM, arXiv 1909.08053), a backward pass twice for a layer and once for the head; stages hand their
 activations on, and gradients back; tokens go to their experts and return; ranks that share rows exchange keys and
-values. Layouts that keep a layer's ranks on one host send little else than this between stages.
+values, and in delta nets tokens for heads. Layouts that keep a layer's ranks on one host send little else than this
+between stages.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def role_activations(
     role, by_phase = _Role(recipe, name, model, layout, hosts), {}
     for passes in _passes(recipe, name):
         edges = by_phase[passes.phase] = Edges()
-        for add in (_tensor_sums, _between_stages, _to_experts, _keys_and_values):
+        for add in (_tensor_sums, _between_stages, _to_experts, _keys_and_values, _tokens_for_heads):
             add(edges, role, passes)
     return by_phase
 
@@ -166,6 +167,22 @@ def _keys_and_values(edges: Edges, role: _Role, passes: _Passes) -> None:
     size = tokens * of_token * (layout.context - 1) * (passes.forward + 2 * passes.backward)
     for group in layout.groups_along("context"):
         edges.ring(role.hosts_of(group), size)
+
+
+def _tokens_for_heads(edges: Edges, role: _Role, passes: _Passes) -> None:
+    """Note queries, keys, values, strengths and decays that the ranks of a row deal out by heads, and outputs that
+    return."""
+    layout, net = role.layout, role.model.delta_net
+    if layout.context == 1 or net is None:
+        return
+    numbers = 2 * (net.keys + net.values + net.value_heads) / layout.tensor
+    for group in layout.groups_along("context"):
+        layers = stage_layer_indices(role.model, layout, role.stage_of(group[0]))
+        nets = sum(role.model.layer_kinds[layer].attention == "delta" for layer in layers)
+        again = recomputed_layers(role.section, layout, len(layers)) / len(layers)
+        size = role.tokens()[0] * numbers * role.element * nets * (passes.forward + passes.backward * (1 + again))
+        hosts = role.hosts_of(group)
+        edges.spread(hosts, hosts, size * len(group))
 
 
 def _has_experts(model: Architecture, layer: int) -> bool:

@@ -162,7 +162,8 @@ def _delta_net(a: Architecture, size: int) -> float:
 
     Of its convolution the input of each tap, its sum and its output; queries and keys, in float32 before their norm and
     again for each value head; decays and strengths; of the gated norm behind the rule 11 times the values, those in
-    float32 twice.
+    float32 twice. With context parallelism a rank has as many times the tokens as it has fewer heads, and keeps as
+    much; the buffers of the exchange are gone when the rule is computed.
     """
     net = a.delta_net
     assert net is not None

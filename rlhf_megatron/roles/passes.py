@@ -237,6 +237,7 @@ class Passes:
             expert_choices=self._choices_of_rank(micro),
             positions=micro.positions,
             repeated=keys,
+            parts=self._layout.context,
         )
 
         def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:

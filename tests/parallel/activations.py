@@ -20,9 +20,11 @@ from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 
-def kept_bytes(models: dict[str, str], tokens: int, modules: dict[str, list[str]] | None = None) -> dict[str, int]:
-    """Return the bytes that the decoder of each model keeps of one row of ``tokens``, parameters not among them, where
-    it recomputes its ``modules``."""
+def kept_bytes(
+    models: dict[str, str], tokens: int, modules: dict[str, list[str]] | None = None, context: int = 1
+) -> dict[str, int]:
+    """Return the bytes that this rank's decoder of each model keeps of one row of ``tokens``, parameters not among
+    them, where it recomputes its ``modules`` and ``context`` ranks share the row."""
     found = {}
     for name, model in models.items():
         selected = (modules or {}).get(name)
@@ -31,8 +33,8 @@ def kept_bytes(models: dict[str, str], tokens: int, modules: dict[str, list[str]
         role = Role(
             "actor",
             architecture,
-            Layout(),
-            range(1),
+            Layout(context=context),
+            range(context),
             ActorSection(tokens_per_gpu=tokens, optimizer=learning, recompute=recompute),
             dtype="float32",
             seed=1,

@@ -44,6 +44,15 @@ def test_a_plan_counts_what_layers_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.grid
+def test_ranks_of_a_row_keep_as_much_of_delta_nets_for_their_tokens(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "qwen3_5_text", layer_types=["linear_attention"] * 4)
+    arguments = {"models": {"delta nets": str(model)}, "tokens": TOKENS}
+    [alone] = run_ranks(kept_bytes, 1, arguments)
+    for of_rank in run_ranks(kept_bytes, 2, arguments | {"tokens": 2 * TOKENS, "context": 2}):
+        assert 0.97 < of_rank["delta nets"] / alone["delta nets"] < 1.03, (of_rank, alone)
+
+
+@pytest.mark.grid
 def test_a_plan_counts_what_recomputed_modules_do_not_keep(tmp_path: Path) -> None:
     models = {family: str(make_model(tmp_path / family, family)) for family in MODULES}
     arguments = {"models": models, "tokens": TOKENS}

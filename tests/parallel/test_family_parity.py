@@ -142,8 +142,13 @@ CASES = {
 }
 
 
+# In delta nets queries and keys of small numbers are made as long as others, so that rounding in a step is large in the
+# next.
+WITHIN: dict[str, Any] = {"norms_within": 2e-4, "weights_within": 5e-5}
+
+
 def delta_nets(name: str, family: str, experts: bool) -> dict[str, Case]:
-    """Return the cases of a family with delta nets, of which there is no context parallelism."""
+    """Return the cases of a family with delta nets."""
     cut, over_data = ({"expert": 2, "expert_tensor": 1}, {"expert": 2}) if experts else ({}, {})
     spread = {"EP2": Case(family, False, {"data": 2, "expert": 2}, grid=True)} if experts else {}
     cases = {
@@ -154,11 +159,26 @@ def delta_nets(name: str, family: str, experts: bool) -> dict[str, Case]:
             family, True, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": {"granularity": "full"}}, grid=True
         ),
         "TP2 DP2": Case(family, False, {"tensor": 2, "data": 2} | over_data, grid=True),
+        "CP2": Case(family, False, {"context": 2} | over_data, grid=experts),
+        "CP2, Ulysses, recomputed": Case(
+            family, True, {"context": 2}, {"cp_comm_type": "a2a", "recompute": {"granularity": "full"}}, grid=True
+        ),
         **spread,
     }
-    # Queries and keys of small numbers are made as long as others, so that rounding in a step is large in the next.
-    within = {"norms_within": 2e-4, "weights_within": 5e-5}
-    return {f"{name}, {layout}": case._replace(**within) for layout, case in cases.items()}
+    return {f"{name}, {layout}": case._replace(**WITHIN) for layout, case in cases.items()}
+
+
+def more_heads(name: str, family: str, experts: bool) -> dict[str, Case]:
+    """Return the cases of a family with delta nets of which four ranks share out the heads; some rows have fewer tokens
+    than the parts that they are cut into."""
+    over_data = {"expert": 2} if experts else {}
+    cases = {
+        "TP2 CP2": Case(family, False, {"tensor": 2, "context": 2} | over_data, grid=not experts),
+        "CP4": Case(family, True, {"context": 4} | over_data, grid=True),
+        "PP2 CP2": Case(family, True, {"pipeline": 2, "context": 2} | over_data, grid=True),
+        "CP2 DP2": Case(family, False, {"context": 2, "data": 2} | over_data, grid=True),
+    }
+    return {f"{name}, {layout}": case._replace(**WITHIN) for layout, case in cases.items()}
 
 
 CASES |= delta_nets("delta nets and experts", "qwen3_next", experts=True)
@@ -167,6 +187,8 @@ CASES |= {
     for name, case in delta_nets("Qwen3.5 with experts", "qwen3_5_moe_text", experts=True).items()
 }
 CASES |= delta_nets("delta nets", "qwen3_5_text", experts=False)
+CASES |= more_heads("delta nets", "qwen3_5_text_heads", experts=False)
+CASES |= more_heads("delta nets and experts", "qwen3_next_heads", experts=True)
 CASES |= {
     name: case._replace(grid=True)
     for family in ("qwen3_5", "qwen3_5_moe")

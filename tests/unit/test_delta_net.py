@@ -105,7 +105,12 @@ CONFIG = {
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        ({"context": 2}, "layout.context=2: layers with a delta net have no context parallelism here"),
+        ({"context": 4}, "layout.context=4 times layout.tensor=1 does not divide the model's 2 key heads"),
+        (
+            {"tensor": 2, "context": 2},
+            r"layout.context=2 times layout.tensor=2 does not divide the model's 2 key heads \(linear_num_key_heads\), "
+            "which both share out; lower one of them, or use pipeline",
+        ),
         ({"tensor": 4}, "layout.tensor=4 does not divide the model's 2 key-value heads"),
     ],
 )

@@ -11,8 +11,8 @@ from rlhf_megatron.planning.report import carried_between_hosts, plan_text
 from rlhf_megatron.recipe import RLRecipe, load_recipe
 
 
-def demo(*keys: str) -> RLRecipe:
-    recipe = load_recipe("recipes/qwen7b_grpo.yaml", keys)
+def demo(*keys: str, name: str = "qwen7b_grpo") -> RLRecipe:
+    recipe = load_recipe(f"recipes/{name}.yaml", keys)
     assert isinstance(recipe, RLRecipe)
     return recipe
 
@@ -59,6 +59,19 @@ def test_activations_of_stages_on_two_hosts_by_hand() -> None:
     update = carried.tokens * architectures["actor"].hidden * 2 * 8 / cut * 2 * passes
     assert carried.of(["update"], ["activations"]).total == pytest.approx(update)
     assert carried.of(kinds=["gradients"]).total == 0
+
+
+def test_what_delta_nets_exchange_between_two_hosts_by_hand() -> None:
+    layout = {"actor.layout": "{context: 2}", "actor.recompute": "{}", "rollout.layout": "{tensor: 1}"}
+    keys = [f"{key}={value}" for key, value in layout.items()]
+    recipe = demo(*keys, "cluster.gpus_per_node=1", name="qwen3_next_grpo")
+    carried = carried_between_hosts(recipe, planned_architectures(recipe), 2, "nccl")
+    # In 36 delta nets half of the queries, keys, values, two numbers of each head and outputs, then of their gradients.
+    # In 12 layers a ring carries keys and values, then both these and their gradients.
+    of_delta = 36 * (2 * 2048 + 4096 + 2 * 32 + 4096) / 2 * 2
+    of_attention = 12 * (2 * 2 * 256) * 3
+    update = recipe.batch.passes * carried.tokens * (of_delta + of_attention) * 2
+    assert carried.of(["update"], ["activations"]).total == pytest.approx(update)
 
 
 def test_a_plan_has_the_lines_for_several_hosts_alone() -> None:

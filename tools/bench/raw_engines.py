@@ -115,6 +115,7 @@ def _output(role: Role, micro: MicroBatch) -> torch.Tensor:
     packed = PackedSequences(  # Megatron's, with what delta nets read besides
         qkv_format="thd", cu_seqlens_q=micro.cu_seqlens, cu_seqlens_kv=micro.cu_seqlens,
         max_seqlen_q=micro.longest, max_seqlen_kv=micro.longest, positions=micro.positions,
+        parts=role.layout.context,
     )  # fmt: skip
     output: torch.Tensor = role._passes._chunks[0](
         micro.tokens[None], micro.positions[None], None, packed_seq_params=packed
