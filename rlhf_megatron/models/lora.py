@@ -18,7 +18,10 @@ from rlhf_megatron.topology.layout import Layout
 
 Factor = Literal["A", "B"]
 FACTORS: tuple[Factor, Factor] = ("A", "B")
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"),
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

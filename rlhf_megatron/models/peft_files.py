@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, ModelError, read_config
-from rlhf_megatron.models.families.wrappers import module_prefix
+from rlhf_megatron.models.families.wrappers import module_prefix, wrapper_of
 from rlhf_megatron.models.hf_export import write_safetensors
 from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.lora import FACTORS, Adaptation, adapted_shapes, factor_of, factor_shapes, module_of
-from rlhf_megatron.models.stacked import Stacked
-from rlhf_megatron.models.weight_map import Region, is_expert, stacked_tensors
+from rlhf_megatron.models.stacked import Stacked, joint_experts
+from rlhf_megatron.models.weight_map import Region, is_expert, stacked_tensors, tensor_shapes
 from rlhf_megatron.runtime.finite import nonfinite
 from rlhf_megatron.untrusted import read_json, reason_of, shown
 
@@ -36,6 +36,10 @@ _USUAL = {
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 # The parameters of all experts of a layer in transformers 5, and the expression by which PEFT finds the former.
 _EXPERTS_GATE_UP, _EXPERTS_DOWN, _PATTERN = "experts.gate_up_proj", "experts.down_proj", r".*\.gate_up_proj"
+_SHARED_FACTORS = (
+    "in PEFT's own adapters of this model's experts gate and up share an A, and here each has one; start from adapters "
+    "of single experts, or leave them out"
+)
 _DECODER, _WRAPPED, _OTHER_TOWERS = "model.", "model.language_model.", r"^(?!.*language_model\.).*"
 PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -63,21 +67,22 @@ class PeftAdapter:
             raise ModelError(f"{self._path}: cannot be read as safetensors ({reason_of(error)})") from error
         for unfit in nonfinite(tensors.items()):
             raise ModelError(f"{self._path}: {shown(unfit.name)} is not finite; train the adapter anew")
-        wrappers = wrapped_stacks(architecture, adaptation)
+        is_joint = any(".experts.lora_" in name for name in tensors)
+        wrappers = wrapped_stacks(architecture, adaptation, is_joint=is_joint)
         wanted = wrapped_shapes(factor_shapes(architecture, adaptation), wrappers)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != wanted:
-            odd = min(name for name in wanted.keys() | shapes if wanted.get(name) != shapes.get(name))
-            if any(".experts.base_layer." in name for name in shapes.keys() - wanted):
-                raise ModelError(
-                    f"{self._path}: in PEFT's own adapters of this model's experts gate and up share an A, and here "
-                    "each has one; start from adapters of single experts, or leave them out"
-                )
+            odd = {name for name in wanted.keys() | shapes if wanted.get(name) != shapes.get(name)}
+            if any(".experts.base_layer." in name for name in odd.intersection(shapes)):
+                raise ModelError(f"{self._path}: {_SHARED_FACTORS}")
+            first = min(odd)
             raise ModelError(
-                f"{self._path}: {shown(odd)} has shape {shapes.get(odd, 'none')} and actor.lora asks for "
-                f"{wanted.get(odd, 'none')}; set its target_modules to those of {PEFT_CONFIG}"
+                f"{self._path}: {shown(first)} has shape {shapes.get(first, 'none')} and actor.lora asks for "
+                f"{wanted.get(first, 'none')}; set its target_modules to those of {PEFT_CONFIG}"
             )
         self._tensors = unwrapped_factors(tensors, wrappers)
+        if any(not torch.equal(each, tensors[name]) for name, each in wrapped_factors(self._tensors, wrappers).items()):
+            raise ModelError(f"{self._path}: {_SHARED_FACTORS}")
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """Return ``tensor[region]`` in the file's type on the CPU."""
@@ -108,8 +113,11 @@ def write_factors(
 
     Raises OSError where the disk fails.
     """
-    wrapped = wrapped_factors(factors, wrapped_stacks(architecture, adaptation))
-    prefix = PEFT_PREFIX + _prefix_of(base)
+    config = _config_of(base)
+    wrapper = wrapper_of(config)
+    is_joint = wrapper is not None and wrapper.joint_adapters
+    wrapped = wrapped_factors(factors, wrapped_stacks(architecture, adaptation, is_joint=is_joint))
+    prefix = PEFT_PREFIX + module_prefix(config)
     named = {prefix + name.removeprefix(_DECODER): each for name, each in wrapped.items()}
     write_safetensors(path, named, {"format": "pt"})
 
@@ -120,9 +128,9 @@ def write_peft_config(folder: Path, architecture: Architecture, adaptation: Adap
     (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
 
 
-def _prefix_of(base: str) -> str:
-    """Return the prefix of the names of decoder modules in the model in a folder; "model." where there is none."""
-    return module_prefix(read_config(base)) if os.path.lexists(Path(base) / "config.json") else _DECODER
+def _config_of(base: str) -> dict[str, Any]:
+    """Return the config.json of the model in a folder; empty where there is none."""
+    return read_config(base) if os.path.lexists(Path(base) / "config.json") else {}
 
 
 def _own_name(name: str) -> str:
@@ -147,7 +155,7 @@ def peft_config(architecture: Architecture, adaptation: Adaptation, base: str) -
         "use_rslora": False,
         "target_modules": modules,
         # A vision tower has modules of these names too.
-        **({"exclude_modules": _OTHER_TOWERS} if _prefix_of(base) == _WRAPPED else {}),
+        **({"exclude_modules": _OTHER_TOWERS} if module_prefix(_config_of(base)) == _WRAPPED else {}),
         **({"target_parameters": parameters} if parameters else {}),
         **(_of_both(adaptation.rank, alpha) if _EXPERTS_GATE_UP in parameters else {}),
         "lora_dropout": 0.0,
@@ -186,14 +194,16 @@ def _stacks(architecture: Architecture) -> dict[str, str]:
     return {part: name for name, stack in stacked_tensors(architecture).items() for part in stack.parts}
 
 
-def wrapped_stacks(architecture: Architecture, adaptation: Adaptation) -> dict[str, Stacked]:
+def wrapped_stacks(architecture: Architecture, adaptation: Adaptation, *, is_joint: bool) -> dict[str, Stacked]:
     """Return those stacks of a checkpoint that have adapters, by the name of PEFT's wrapper around their module.
 
+    ``is_joint``: experts are stacked as transformers has them, whatever the checkpoint has.
     Several of a module have as many wrappers, each around the next, of which the first parameter has the innermost.
     """
     adapted = adapted_shapes(architecture, adaptation)
     by_module: dict[str, list[Stacked]] = {}
-    for name, stack in stacked_tensors(architecture).items():
+    stacks = stacked_tensors(architecture) or (joint_experts(tensor_shapes(architecture)) if is_joint else {})
+    for name, stack in stacks.items():
         if stack.parts[0] in adapted:
             by_module.setdefault(name.rpartition(".")[0], []).append(stack)
     return {
@@ -204,12 +214,17 @@ def wrapped_stacks(architecture: Architecture, adaptation: Adaptation) -> dict[s
 
 
 def wrapped_factors(factors: Mapping[str, Tensor], wrappers: Mapping[str, Stacked]) -> dict[str, Tensor]:
-    """Return ``factors`` with those of each stack in one A [parts x rank, columns] and one B [rows, rank x parts]."""
+    """Return ``factors`` with those of each stack in one A [parts x rank, columns] and one B [rows, rank x parts].
+
+    Parts that are one matrix there have the rows of their A, and in B the blocks beside which there are zeros.
+    """
     wrapped = dict(factors)
     for module, stack in wrappers.items():
         down, up = ([wrapped.pop(factor_of(part, kind)) for part in stack.parts] for kind in FACTORS)
+        matrices = range(0, len(up), stack.joined)
+        of_matrices = [torch.block_diag(*up[first : first + stack.joined]) for first in matrices]
         wrapped[f"{module}.lora_A.weight"] = torch.cat(down)
-        wrapped[f"{module}.lora_B.weight"] = torch.stack(up, dim=-1).flatten(1)
+        wrapped[f"{module}.lora_B.weight"] = torch.stack(of_matrices, dim=-1).flatten(1)
     return wrapped
 
 
@@ -218,8 +233,13 @@ def unwrapped_factors(wrapped: Mapping[str, Tensor], wrappers: Mapping[str, Stac
     factors = dict(wrapped)
     for module, stack in wrappers.items():
         down, up = (factors.pop(f"{module}.lora_{kind}.weight") for kind in FACTORS)
-        count = len(stack.parts)
-        for part, a, b in zip(stack.parts, down.chunk(count), up.unflatten(1, (-1, count)).unbind(-1), strict=True):
+        of_matrices = up.unflatten(1, (-1, len(stack.parts) // stack.joined)).unbind(-1)
+        blocks = [
+            rows.chunk(stack.joined, dim=1)[number]
+            for matrix in of_matrices
+            for number, rows in enumerate(matrix.chunk(stack.joined))
+        ]
+        for part, a, b in zip(stack.parts, down.chunk(len(stack.parts)), blocks, strict=True):
             factors[factor_of(part, "A")], factors[factor_of(part, "B")] = a, b
     return factors
 

@@ -154,8 +154,6 @@ def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
     lora = recipe.actor.lora
     if lora is None:
         return
-    if architecture.delta_net:
-        raise RecipeError("actor.lora: layers with a delta net have no adapters in this version; leave it out")
     named = () if lora.target_modules == "all-linear" else lora.target_modules
     matrices = [tensor for tensor, shape in tensor_shapes(architecture).items() if len(shape) == 2]
     modules = {module_of(tensor) for tensor in matrices}

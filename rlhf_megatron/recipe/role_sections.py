@@ -158,6 +158,7 @@ class LearningRoleSection(RoleSection):
 LinearLayer = Literal[
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
     "input_linear", "output_linear", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "w1", "w3", "w2",
+    "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.test_roles_on_gpu import LAYERS, ROWS, possible
+from gpu.test_roles_on_gpu import LAYERS, ROWS, possible, rounded_up
 from hugging_face import load_model, make_model, random_rows, row_logprobs, train
 from parallel.parity import CLIP, LEARNING_RATE, OPTIMIZER, STEPS, VOCABULARY, case
 from parallel.parity_ranks import run_cases
@@ -94,12 +94,13 @@ def test_outputs_and_steps_equal_peft(
 ) -> None:
     kind = LAYERS[layers]
     result = results(name, layers)
+    sums, of_gradients = rounded_up(home / name)
     assert "failed" not in result, result["failed"]
     logprobs, base, losses, norms = reference(home / name, home / f"{name}, adapter")
     for found, expected in ((result["logprobs"], logprobs), (result["base_logprobs"], base)):
         difference = (torch.tensor(found) - expected).abs()
         print(f"{name}, {layers}: logprobs {difference.max():.1e} (median {difference.median():.1e}) from PEFT")
-        assert difference.median() < kind.median
+        assert difference.median() < sums * kind.median
     print(f"  gradient norms {result['grad_norms']} and {norms}")
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
-    assert result["grad_norms"] == pytest.approx(norms, rel=2 * kind.relative)
+    assert result["grad_norms"] == pytest.approx(norms, rel=2 * kind.relative * of_gradients)

@@ -173,6 +173,10 @@ CASES = {
     "factors, experts in one tensor, TP2": Case("granitemoe", {"data": 2, "expert": 2}, 2, DIVIDED, experts=True),
     "a shared expert": Case("qwen2_moe", fields=DIVIDED, experts=True),
     "adapters of experts, EP2": Case("qwen3_moe", {"data": 2, "expert": 2}, 2, experts=True, lora={"rank": 4}),
+    "adapters of delta nets": Case("qwen3_5", **DELTA, lora={"rank": 4, "alpha": 64}),
+    "adapters of delta nets and experts, TP2": Case(
+        "qwen3_next", {"tensor": 2}, 2, **DELTA_EXPERTS, lora={"rank": 4, "alpha": 64}
+    ),
     "adapters of experts in one tensor, EP2": Case(
         "gpt_oss", {"data": 2, "expert": 2}, fields=GPT_OSS, experts=True, lora={"rank": 4, "alpha": 16}
     ),

@@ -46,7 +46,9 @@ def adapted(model: Path, **config: Any) -> Any:
     return get_peft_model(load_model(model), LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **config))
 
 
-def test_what_is_adapted_is_what_peft_adapts(model: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text"])
+def test_what_is_adapted_is_what_peft_adapts(family: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path, family)
     architecture = read_architecture(model)
     expected = {
         name.removeprefix("base_model.model.").replace(".default", ""): tuple(parameter.shape)
@@ -182,6 +184,24 @@ def test_the_plan_of_a_mixture_with_adapters(monkeypatch: pytest.MonkeyPatch) ->
         given = ["actor.lora={rank: 8, target_modules: " + modules + "}", "reference=null", layout]
         with pytest.raises(RecipeError, match=expected):
             dry_run(load_recipe(ROOT / "recipes" / "qwen3_30b_a3b_grpo.yaml", given), 16)
+
+
+def test_the_plan_of_adapters_on_delta_nets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+    def planned(modules: str) -> str:
+        given = ["actor.lora={rank: 16, target_modules: " + modules + "}", "reference=null"]
+        return dry_run(load_recipe(ROOT / "recipes" / "qwen3_next_grpo.yaml", given), 32)
+
+    of_nets = 36 * 16 * ((12288 + 2048) + (64 + 2048) + (2048 + 4096))
+    text = planned("[in_proj_qkvz, in_proj_ba, out_proj]")
+    assert f"{of_nets:,} parameters of adapters learn" in text
+    of_queries = 12 * 16 * (2 * 4096 + 2048)  # a gate behind each query
+    assert f"{of_nets + of_queries:,} parameters of adapters learn" in planned(
+        "[q_proj, in_proj_qkvz, in_proj_ba, out_proj]"
+    )
+    with pytest.raises(RecipeError, match=r"have no in_proj_z; name some of q_proj, .*, in_proj_qkvz, in_proj_ba, out"):
+        planned("[in_proj_z]")
 
 
 def test_the_plan_of_a_recipe_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ class Wrapper:
     ``divided_heads``: it takes hidden_size / num_attention_heads for the size of a head. ``prefixes``: what names of
     the decoder's and the output layer's tensors begin with in files. ``transposed_experts``: where all experts of a
     layer are one tensor there, it may be transposed. ``text_tied``: transformers writes into every text_config that
-    embeddings are tied, where it goes by what the wrapper says.
+    embeddings are tied, where it goes by what the wrapper says. ``joint_adapters``: PEFT and vLLM read the adapters of
+    all experts of a layer as one, and no expert's own.
     """
 
     classes: str
@@ -62,6 +63,7 @@ class Wrapper:
     prefixes: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head."), _INSIDE)
     transposed_experts: bool = False
     text_tied: bool = False
+    joint_adapters: bool = False
 
 
 def _qwen2_vl(classes: str, language: str) -> Wrapper:
@@ -134,9 +136,10 @@ WRAPPERS = {
         prefixes=(_INSIDE,),
         transposed_experts=True,
         text_tied=True,
+        joint_adapters=True,
     ),
     "qwen3_5": Wrapper("Qwen3_5", {"qwen3_5_text": "qwen3_5_text"}, _QWEN),
-    "qwen3_5_moe": Wrapper("Qwen3_5Moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}, _QWEN),
+    "qwen3_5_moe": Wrapper("Qwen3_5Moe", {"qwen3_5_moe_text": "qwen3_5_moe_text"}, _QWEN, joint_adapters=True),
 }
 
 
