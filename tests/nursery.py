@@ -62,7 +62,6 @@ IMPORTS = (
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.pool.flash_maxsim",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.distributed.device_communicators.cpu_communicator",
     "numpy.ma",
@@ -70,7 +69,8 @@ IMPORTS = (
     "rlhf_megatron.monitor.page",
     "rlhf_megatron.monitor.plots",
 )
-IMPORT_BEFORE_0_33 = "vllm.entrypoints.launchers.cli_args"  # later ones make an engine without it
+# The same in some versions of vLLM alone: from 0.29 to 0.32, and from 0.32.
+IMPORTS_OF_SOME_VERSIONS = ("vllm.entrypoints.launchers.cli_args", "vllm.v1.pool.flash_maxsim")
 # What comes after the patches of Megatron in a run too.
 IMPORTS_OF_PATCHED = (
     "rlhf_megatron.models.delta_net",
@@ -386,13 +386,15 @@ def prepare_megatron() -> None:
 def prepare_vllm() -> None:
     """Do what an engine would do in each fork: its kernels for CPUs take a search of all modules, its log of all
     loggers."""
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
 
-    configure_logging_if_needed(LoggingConfig())
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    with contextlib.suppress(ImportError):  # versions before 0.31 do neither
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+
+        configure_logging_if_needed(LoggingConfig())
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
 def prepare_transformers() -> None:
@@ -431,8 +433,9 @@ def main() -> None:
     prepare_environment()
     for module in IMPORTS:
         importlib.import_module(module)
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module(IMPORT_BEFORE_0_33)
+    for module in IMPORTS_OF_SOME_VERSIONS:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
     prepare_megatron()
     prepare_vllm()
     prepare_transformers()

@@ -24,12 +24,16 @@ class PrivateName:
             has or sets on itself, such as "EngineCore.scheduler"; in brackets the first parameters of a function.
         why: what it is used for.
         absent: what is done where a version lacks it; empty where nothing works without it.
+        first: the oldest known version that has it; empty where none that is known lacks it.
+        last: the newest, likewise.
     """
 
     module: str
     name: str
     why: str
     absent: str = ""
+    first: str = ""
+    last: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"

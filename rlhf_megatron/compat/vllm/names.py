@@ -135,12 +135,15 @@ NAMES = (
         "compute_topk_logprobs",
         "a kernel of ours for sampled tokens",
         absent="vLLM's own: the same numbers, slower for small models",
+        last="0.25.1",
     ),
+    PrivateName("vllm.config", "VllmConfig", "the newer model runner for mixtures"),
     PrivateName(
         "vllm.config.vllm",
         "VllmConfig._is_default_v2_model_runner_model",
         "the newer model runner for mixtures",
         absent="vLLM's own choice, by features and not by models",
+        last="0.28.0",
     ),
     # Choices of experts, by slots of the cache (compat.vllm.choice_recorder).
     PrivateName("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config(kv_cache_config)", "routers before graphs"),
@@ -204,22 +207,35 @@ NAMES = (
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.download_model", "our loader"),
     # The model's class, looked at without a further process (compat.vllm.model_inspection).
     PrivateName("vllm.model_executor.models.registry", "_run_in_subprocess(fn)", "models inspected in this process"),
+    # Classes of models that have no name (compat.vllm.language_models).
+    *(
+        PrivateName("vllm.model_executor.models" + module, name, "language models alone")
+        for module, name in (
+            ("", "ModelRegistry"),
+            (".config", "MODELS_CONFIG_MAP"),
+            (".qwen3_5", "Qwen3_5ForConditionalGeneration"),
+            (".interfaces", "IsHybrid"),
+            (".interfaces", "SupportsMRoPE"),
+        )
+    ),
     # Machines without a GPU (compat.vllm.cpu).
     PrivateName(
         _LAYERS + "utils", "dispatch_cpu_unquantized_gemm(layer, remove_weight)", "weights on CPUs stay unpacked"
     ),
     PrivateName(
         _LAYERS + "fused_moe.experts.cpu_moe",
-        "CPUUnquantizedExperts.apply",
+        "CPUUnquantizedExperts.apply(output, hidden_states, w1, w2, topk_weights, topk_ids)",
         "experts on CPUs stay unpacked",
-        absent="experts on CPUs are repacked, and weight sync does not reach them",
+        absent="models with experts are refused on CPUs",
+        first="0.30.0",
     ),
     *(
         PrivateName(
             _LAYERS + "fused_moe.router.cpu_router",
             name,
             "correction biases without groups on CPUs",
-            absent="the router of CPUs leaves correction biases out where experts have no groups",
+            absent="models with experts are refused on CPUs",
+            first="0.30.0",
         )
         for name in (
             "CPURouter._compute_routing(hidden_states, router_logits)",
@@ -227,13 +243,29 @@ NAMES = (
         )
     ),
     *(
-        PrivateName(
-            _LAYERS + "mamba.ops.cpu.gdn_attention",
-            name,
-            "convolutions on CPUs stay unpacked",
-            absent="delta nets are not computed on CPUs",
+        PrivateName("vllm._custom_ops", name, "convolutions on CPUs stay unpacked")
+        for name in (
+            "causal_conv1d_fwd_cpu(x, weight, bias, conv_states)",
+            "causal_conv1d_update_cpu(x, conv_states, weight, bias)",
         )
-        for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
+    ),
+    *(
+        PrivateName(
+            "vllm.v1.attention.backends.registry",
+            f"AttentionBackendEnum.{name}",
+            "latent attention on CPUs",
+            absent=absent,
+            first=first,
+        )
+        for name, absent, first in (
+            ("CPU_MLA", "vLLM refuses latent attention on CPUs", "0.28.0"),
+            ("AMX_MLA", "latent attention on CPUs is the reference already", "0.29.0"),
+        )
+    ),
+    PrivateName(
+        _LAYERS + "mamba.ops.cpu.gdn_attention",
+        "register_cpu_gdn_attention_ops",
+        "delta nets that older kernels do not compute",
     ),
     PrivateName(
         "vllm.platforms.cpu",
@@ -246,6 +278,7 @@ NAMES = (
         "shared memory on CPUs is named by job",
     ),
     # Tracing of weight loaders (compat.vllm.load_tracing).
+    PrivateName("vllm.config", "set_current_vllm_config", "a model on the meta device"),
     PrivateName("vllm.distributed.parallel_state", "_TP", "loaders of any tensor rank"),
     PrivateName("vllm.distributed.parallel_state", "_EP", "loaders of any expert rank"),
     PrivateName("vllm.distributed.parallel_state", "_WORLD", "loaders of any tensor rank"),
@@ -296,6 +329,7 @@ NAMES = (
         "TritonExperts._supports_quant_scheme(weight_key, activation_key)",
         "experts that vLLM's kernel can multiply in 8 bits",
     ),
+    PrivateName(_LAYERS + "fused_moe.modular_kernel", "FusedMoEActivationFormat", "the same"),
     PrivateName(
         _LAYERS + "fused_moe.modular_kernel",
         "FusedMoEExperts.is_supported_config(moe_config, weight_key, activation_key, activation_format)",
@@ -309,6 +343,8 @@ NAMES = (
     *(
         PrivateName(module, name, "tool calls and reasoning of agents", absent="answers of agents stay text")
         for module, name in (
+            ("vllm.tool_parsers", "ToolParserManager"),
+            ("vllm.reasoning", "ReasoningParserManager"),
             ("vllm.tool_parsers.abstract_tool_parser", "ToolParserManager.get_tool_parser(name)"),
             ("vllm.tool_parsers.abstract_tool_parser", "ToolParser.extract_tool_calls(model_output, request)"),
             ("vllm.reasoning.abs_reasoning_parsers", "ReasoningParserManager.get_reasoning_parser(name)"),

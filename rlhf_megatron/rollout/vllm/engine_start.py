@@ -22,6 +22,7 @@ from rlhf_megatron.compat.vllm import (
     shared_weights,
 )
 from rlhf_megatron.compat.vllm.names import check_version
+from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 
@@ -77,6 +78,8 @@ def make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, Te
     with offered, internals.own_rotary_modules():
         try:
             llm = LLM(**arguments)
+        except RolloutError:
+            raise
         except (ValueError, AssertionError) as error:
             refusal = refusal_of(error, max_length)
             if refusal is None:
