@@ -140,19 +140,19 @@ def keep_experts_unpacked() -> None:
         return
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    def apply(experts: Any, *, w1: Tensor, w2: Tensor, **named: Any) -> None:
+    def apply(experts: Any, *, w1: Tensor, w2: Tensor, topk_ids: Tensor, **named: Any) -> None:
         def multiply(weights: Tensor, biases: Tensor | None, expert: int, x: Tensor) -> Tensor:
             return functional.linear(x, weights[expert], None if biases is None else biases[expert])
 
         first = functools.partial(multiply, w1, experts.w1_bias)
-        apply_experts(first, functools.partial(multiply, w2, experts.w2_bias), **named)
+        apply_experts(first, functools.partial(multiply, w2, experts.w2_bias), topk_ids=topk_ids, **named)
 
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts.apply = apply
 
 
 def has_unpacked_experts() -> bool:
-    """Return whether this version of vLLM has a class for experts on CPUs that takes their router's choice."""
+    """Return whether this version of vLLM has experts on CPUs that take their router's choice, patched or not."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:
