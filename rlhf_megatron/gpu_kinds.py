@@ -20,11 +20,6 @@ class Gpu(NamedTuple):
     bandwidth: float
     hopper: bool = False
 
-    @property
-    def flops_per_byte(self) -> float:
-        """Operations in the time that memory takes for a byte."""
-        return self.flops / self.bandwidth
-
 
 GPUS = {
     "A100": Gpu(80.0, 312e12, 2.04e12),

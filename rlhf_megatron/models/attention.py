@@ -19,7 +19,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlhf_megatron.data.context_parallel import tokens_of_part
 from rlhf_megatron.models.head_exchange import heads_for_tokens, permuted, tokens_for_heads
 from rlhf_megatron.models.interval_attention import can_attend, interval_attention, intervals
 
@@ -73,7 +72,10 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Any = None,
         **__: Any,
     ) -> Tensor:
-        """Map query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_kv``."""
+        """Map query [t, heads, d], key and value [t, kv_heads, d] -> [t, heads * d], sequences by ``cu_seqlens_kv``.
+
+        ``packed_seq_params`` are ``PackedSequences`` where ranks share rows.
+        """
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only; pass packed_seq_params")
         boundaries, longest = packed_seq_params.cu_seqlens_kv, int(packed_seq_params.max_seqlen_kv)
@@ -82,9 +84,7 @@ class PackedAttention(MegatronModule):
             of_queries = packed_seq_params.cu_seqlens_q
             at_end = None if of_queries is boundaries else Queries.at_end(of_queries, boundaries)
             return self._attend(query, key, value, boundaries, longest, at_end, sinks=self.softmax_offset).flatten(1)
-        # Tokens in the order of the ranks that hold them, and back in the order of the sequences.
-        held = torch.cat([tokens_of_part(boundaries, parts, part) for part in range(parts)])
-        order = held.argsort()
+        held, order = packed_seq_params.held, packed_seq_params.order
         if self._exchanges_heads:
             query, key, value = (
                 permuted(heads_for_tokens(part.unflatten(1, (parts, -1)), self._group), order, held)

@@ -125,7 +125,7 @@ class CheckpointFiles:
 
     def _check_those_here(self) -> None:
         here = [path for path in self._unchecked if is_here(path)]
-        for check in (self._opened, self._reader):  # one that is no file is told before what another has wrong
+        for check in (self._opened, self._reader):  # that one is no file is said before what another has wrong
             for path in here:
                 check(path)
 

@@ -174,7 +174,8 @@ def _share_of_peak(model: Architecture, layout: LayoutSection, cluster: ClusterS
     experts."""
     tensor, weights = layout.tensor, used_weights(model)
     assert cluster.gpu is not None
-    peak, relative = GPUS[cluster.gpu].flops, min(1.0, GPUS[cluster.gpu].flops_per_byte / _COMPUTED_PER_BYTE)
+    gpu = GPUS[cluster.gpu]
+    peak, relative = gpu.flops, min(1.0, gpu.flops / gpu.bandwidth / _COMPUTED_PER_BYTE)
 
     def seconds(weights: float, columns: float, columns_for_half: float) -> float:  # of a token's forward pass
         return 2.0 * weights / tensor / (peak * _BEST_SHARE * columns / (columns + relative * columns_for_half))

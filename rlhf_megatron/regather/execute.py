@@ -68,7 +68,7 @@ class Regather:
         self.bytes_copied = 0
         self._addresses: tuple[int, ...] = ()
         self._padding: list[Tensor] = []
-        self._local = RectangleCopies([], [])
+        self._copies = RectangleCopies([], [])
         self._turns: list[_Turn] = []
         self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -98,7 +98,7 @@ class Regather:
         try:
             if self._peers is None:
                 with self._beside() if self._turns else contextlib.nullcontext():
-                    self._local.run()
+                    self._copies.run()
             else:
                 self._read(self._peers)
             self._exchange()
@@ -121,7 +121,7 @@ class Regather:
         kernels the second begins when the first one's programs leave it room.
         """
         peers.barrier()
-        self._local.run()
+        self._copies.run()
         peers.barrier()
 
     def _exchange(self) -> None:
@@ -159,7 +159,7 @@ class Regather:
         self._padding = _padding(self.plan, destinations, shared)
         local = [copy for copy in self.plan.local if copy.destination_parameter not in shared]
         self.bytes_copied = sum(copy.elements for copy in local) * self._dtype.itemsize
-        self._local = self._bind_local(local, sources, destinations)
+        self._copies = self._bind_copies(local, sources, destinations)
         self._turns = []
         for turn in self._rounds:
             held = destinations if turn.forwards else sources
@@ -169,7 +169,7 @@ class Regather:
             self._turns.append(_Turn(pack, sends, receives, unpack, turn.forwards))
         self._addresses = addresses
 
-    def _bind_local(
+    def _bind_copies(
         self, copies: list[Copy], sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
     ) -> RectangleCopies:
         """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay."""

@@ -1,4 +1,4 @@
-"""What only some versions of vLLM have: starting needs none of it, and what cannot do without it is refused."""
+"""Names that only some versions of vLLM have: starting needs none, and what cannot do without one is refused."""
 
 from __future__ import annotations
 
