@@ -103,6 +103,7 @@ CASES = {
     "delta nets, a language model alone": Case(
         "qwen3_5_text", **DELTA | {"fields": DELTA["fields"] | {"output_gate_type": "swish"}}
     ),
+    "delta nets and experts, a language model alone": Case("qwen3_5_moe_text", **DELTA_EXPERTS),
     **both("biases", "llama_biases"),
     "biases of attention": Case("llama_attention_biases"),
     "scaled rotary embeddings": Case("llama3"),
@@ -122,6 +123,7 @@ CASES = {
     "two rotary tables, TP2": Case("gemma3_text", {"pipeline": 2}, 2),
     "of images and text": Case("gemma3", tied=True),
     "of images and text, TP2": Case("gemma3", {"pipeline": 2}, 2),
+    "of images and text, Qwen2-VL": Case("qwen2_vl", tied=True),
     **both("of images and text, Qwen2.5-VL", "qwen2_5_vl"),
     "of images and text, Qwen3-VL": Case("qwen3_vl", tied=True),
     "of images and text, Qwen3-VL with experts": Case("qwen3_vl_moe", experts=True),
@@ -129,9 +131,11 @@ CASES = {
     **both("of images and text, GLM-4V", "glm4v"),
     "of images and text, GLM-4V with experts": Case("glm4v_moe", experts=True),
     "of images and text, Mistral": Case("mistral3", fields={"head_dim": 32}),
+    "Gemma": Case("gemma", tied=True),
     "Gemma, TP2": Case("gemma", {"pipeline": 2}, 2),
     **both("factors", "granite"),
     "parallel sublayers": Case("cohere", tied=True),
+    "parallel sublayers, some without positions": Case("cohere2", fields={"sliding_window": 256}, tied=True),
     "parallel sublayers, some without positions, TP2": Case("cohere2", {"pipeline": 2}, 2, {"sliding_window": 256}),
     **both("norms after sublayers and of all heads", "olmo2"),
     **both("windows and two rotary tables", "olmo3"),
