@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     AutoConfig,
     AutoModelForCausalLM,
@@ -117,6 +118,7 @@ WRAPPERS = {
     "qwen3_5_moe": _wrapping(Qwen3_5MoeConfig, "qwen3_5"),
 }
 CONFIGS = {
+    "apertus": ApertusConfig,
     "arcee": ArceeConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,

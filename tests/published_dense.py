@@ -1,6 +1,6 @@
 """config.json of published models, most with dense layers, field for field.
 
-Those of AFM, dots.llm1 and Granite are of the makers' fields and were not read off their files: numbers may differ.
+Those of AFM, Apertus, dots.llm1 and Granite are of the makers' fields, not read off their files: numbers may differ.
 """
 
 from __future__ import annotations
@@ -104,6 +104,19 @@ AFM = {
     "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
     "vocab_size": 128005,
 }  # fmt: skip
+APERTUS = {
+    "architectures": ["ApertusForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 68, "hidden_act": "xielu", "hidden_dropout": 0.0, "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 21504, "max_position_embeddings": 65536, "mlp_bias": False, "model_type": "apertus",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 3,
+    "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3", "type": "llama3",
+    },
+    "rope_theta": 12000000, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.56.0",
+    "use_cache": True, "vocab_size": 131072,
+}  # fmt: skip
 GRANITE4 = {
     "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "attention_multiplier": 0.015625, "bos_token_id": 100257, "embedding_multiplier": 12, "eos_token_id": 100257,
@@ -165,6 +178,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"sliding_window_pattern": None, "tie_word_embeddings": True},
     "Seed-OSS 36B": SEED_OSS,
     "AFM 4.5B": AFM,
+    "Apertus 8B Instruct": APERTUS,
+    "Apertus 70B Instruct": APERTUS
+    | {"hidden_size": 8192, "intermediate_size": 43008, "num_attention_heads": 64, "num_hidden_layers": 80},
     "dots.llm1": DOTS,
     "Granite 4.0 Micro": GRANITE4,
     "Granite 3.1 3B A800M": GRANITE_MOE,

@@ -57,6 +57,8 @@ def as_block(copy: StridedCopy, tensor: Sequence[int], parameter: Sequence[int])
     copy, columns, width = copy.canonical(), _columns(tensor), _columns(parameter)
     row, column = divmod(copy.tensor_offset, columns)
     target_row, target_column = divmod(copy.parameter_offset, width)
+    if not tensor:  # a single number
+        return None if parameter else Block(copy.tensor, (), copy.parameter, ())
     match list(zip(copy.sizes, copy.tensor_strides, copy.parameter_strides, strict=True)):
         case []:
             rows, wide = 1, 1

@@ -18,6 +18,8 @@ from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
 
+_XIELU = {".act_fn.beta": 0.5, ".act_fn.eps": -1e-6}  # what is not trained of an activation that learns
+
 
 class WeightSource(Protocol):
     """Anything that gives rectangles of Hugging Face tensors."""
@@ -50,6 +52,8 @@ class RandomWeights:
             whole = torch.full(shape, 1.0 if plain else self._of_norms, device=self._device)
         elif tensor.endswith("bias"):
             whole = torch.zeros(shape, device=self._device)
+        elif not shape:
+            whole = torch.tensor(_XIELU[tensor[tensor.rindex(".act_fn.") :]], device=self._device)
         else:
             digest = hashlib.sha256(f"{self._seed}/{tensor}".encode()).digest()
             generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))

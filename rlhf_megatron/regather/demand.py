@@ -60,7 +60,7 @@ def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
     intersect."""
     bounds: dict[str, tuple[int, int, int, int]] = {}
     for block in wanted:
-        (top, bottom), (left, right) = block.region[0], block.region[-1]
+        (top, bottom), (left, right) = _ends(block.region)
         at = bounds.get(block.tensor)
         if at is not None:
             top, bottom, left, right = min(at[0], top), max(at[1], bottom), min(at[2], left), max(at[3], right)
@@ -69,10 +69,15 @@ def touching(wanted: Sequence[Block], blocks: Iterable[Block]) -> list[Block]:
     for block in blocks:
         near = bounds.get(block.tensor)
         if near is not None:
-            (top, bottom), (left, right) = block.region[0], block.region[-1]
+            (top, bottom), (left, right) = _ends(block.region)
             if top < near[1] and bottom > near[0] and left < near[3] and right > near[2]:
                 candidates.append(block)
     return candidates
+
+
+def _ends(region: Region) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return rows and columns of a rectangle; a single number is in the first of each."""
+    return (region[0], region[-1]) if region else ((0, 1), (0, 1))
 
 
 def grouped(items: Iterable[Item]) -> Groups:
@@ -94,6 +99,10 @@ def deal(items: Sequence[Item], takes: Sequence[tuple[_T, float]]) -> Iterator[t
     bounds = [(whose, until * total) for whose, until in takes]
     turn, position = 0, 0
     for item in items:
+        if not item.region:  # a single number
+            yield bounds[turn][0], item, ()
+            position += 1
+            continue
         (start, stop), *rest = item.region
         width = elements(item.region) // (stop - start)
         while start < stop:

@@ -234,14 +234,14 @@ def _padding(plan: RankPlan, destinations: Mapping[str, Tensor], shared: Collect
     """
     filled, ends = dict.fromkeys(destinations, 0), dict.fromkeys(destinations, 0)
     for copy in (*plan.local, *plan.arriving):
-        start, stop = copy.region[0]
         name = copy.destination_parameter
         filled[name] += copy.elements
-        ends[name] = max(ends[name], copy.destination_offset[0] + stop - start)
+        for begin, (start, stop) in zip(copy.destination_offset[:1], copy.region[:1], strict=True):
+            ends[name] = max(ends[name], begin + stop - start)
     tails = []
     for name, tensor in destinations.items():
         missing = tensor.numel() - filled[name]
-        tail = tensor[ends[name] :]
+        tail = tensor[ends[name] :] if tensor.dim() else tensor
         if not filled[name] or (missing and tail.numel() != missing):
             raise RegatherError(
                 f"regathering: {filled[name]} of {tensor.numel()} elements of {name} {list(tensor.shape)} have a source"

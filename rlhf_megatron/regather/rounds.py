@@ -10,6 +10,8 @@ from rlhf_megatron.regather.plan import Copy
 
 def split_copy(copy: Copy, limit: int) -> list[Copy]:
     """Return ``copy`` in equal pieces of at most ``limit`` elements, cut between rows (a single row is never cut)."""
+    if not copy.region:  # a single number
+        return [copy]
     (start, stop), *rest = copy.region
     most = max(1, limit // max(1, copy.elements // (stop - start)))  # rows of a piece
     rows = -(-(stop - start) // -(-(stop - start) // most))

@@ -71,6 +71,8 @@ def _view(copies: list[Copy], sources: Mapping[str, Tensor]) -> tuple[Tensor | N
     not)."""
     if any(copy.source != copy.destination for copy in copies):
         return None, ELSEWHERE
+    if not copies[0].region:  # a single number
+        return sources.get(copies[0].source_parameter), ORDER
     shifts = {
         (copy.source_parameter, *map(operator.sub, copy.destination_offset, copy.source_offset)) for copy in copies
     }

@@ -37,6 +37,7 @@ MINISTRAL = {
 }  # fmt: skip
 V3 = {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 WHOLE = {
+    "apertus": SIZES | {"rope_parameters": {"rope_type": "default"}},
     "arcee": SIZES,
     "cohere": SIZES,
     "cohere2": SIZES | {"sliding_window": 16, "sliding_window_pattern": 2, "logit_scale": 0.5},

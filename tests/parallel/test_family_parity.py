@@ -117,6 +117,7 @@ CASES = {
     "norms after sublayers, one rank": Case("exaone4_full", True, {}, grid=True),
     "norms after sublayers, TP2": Case("exaone4_full", False, {"tensor": 2}, grid=True),
     **dense("feed-forward layers without a gate", "arcee", grid=True),
+    **dense("activation that learns", "apertus"),
     **dense("GLM-4 of 2024", "glm", grid=True),
     **dense("factors, renamed tensors", "granitemoehybrid", grid=True),
     "factors, renamed tensors, without positions, TP2": Case("granitemoehybrid_plain", False, {"tensor": 2}),

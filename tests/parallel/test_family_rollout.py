@@ -153,6 +153,7 @@ CASES = {
     **both("Seed-OSS", "seed_oss"),
     **both("GLM-4 of 2024", "glm"),
     **both("feed-forward layers without a gate", "arcee"),
+    **both("activation that learns", "apertus"),
     **both("factors, renamed tensors", "granitemoehybrid", **DIVIDED, logits_scaling=16.0),  # else all are certain
     "without positions": Case("granitemoehybrid_plain", fields=DIVIDED),
     "latent attention, GLM": Case("glm4_moe_lite", fields=LATENT, experts=True),

@@ -14,13 +14,13 @@ from packaging.version import Version
 
 from rlhf_megatron.compat.patches import PATCHES, ProcessPatch
 from rlhf_megatron.compat.private_names import PrivateName, missing_of_installed
-from rlhf_megatron.compat.vllm import cpu, language_models, model_inspection, model_runner
+from rlhf_megatron.compat.vllm import activation_type, cpu, language_models, model_inspection, model_runner
 from rlhf_megatron.compat.vllm.internals import installed_version
 from rlhf_megatron.compat.vllm.names import KNOWN, NAMES, PACKAGES
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
-OF_STARTS = (cpu, language_models, model_inspection, model_runner)
+OF_STARTS = (activation_type, cpu, language_models, model_inspection, model_runner)
 FOLDER = Path(cpu.__file__).parent
 
 

@@ -18,6 +18,7 @@ from rlhf_megatron.compat import torch as torch_patches
 from rlhf_megatron.compat.patches import NONE_FOUND, PATCHES, ProcessPatch, replacement, warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName, missing, missing_of_installed
 from rlhf_megatron.compat.vllm import (
+    activation_type,
     block_allocation,
     choice_recorder,
     compile_cache,
@@ -35,7 +36,16 @@ from rlhf_megatron.compat.vllm import (
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
 from rlhf_megatron.compat.vllm import names as vllm_names
 
-OF_PROCESS = (megatron, megatron_cpu, compile_cache, language_models, model_inspection, model_runner, vllm_cpu)
+OF_PROCESS = (
+    megatron,
+    megatron_cpu,
+    activation_type,
+    compile_cache,
+    language_models,
+    model_inspection,
+    model_runner,
+    vllm_cpu,
+)
 REPLACEMENTS = (
     block_allocation,
     choice_recorder,

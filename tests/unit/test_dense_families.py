@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from published_dense import AFM, ERNIE, EXAONE4, GLM4, GRANITE4, OLMO2, OLMO3, PHI3, PHI35
+from published_dense import AFM, APERTUS, ERNIE, EXAONE4, GLM4, GRANITE4, OLMO2, OLMO3, PHI3, PHI35
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
@@ -19,6 +19,7 @@ SIZES = {
     "intermediate_size": 96,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
+    "apertus": SIZES | {"rope_parameters": {"rope_type": "default"}},
     "arcee": SIZES | {"mlp_bias": True},
     "cohere": SIZES | {"use_qk_norm": True, "tie_word_embeddings": False},
     "ernie4_5": SIZES | {"head_dim": 16, "tie_word_embeddings": False},
@@ -50,7 +51,8 @@ def test_every_element_is_held_once(layout: Layout, implementation: Implementati
             seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
     for name, count in seen.items():
         of_heads = (a.wide_query_key_norm or a.head_norms) and ("q_norm" in name or "k_norm" in name)
-        is_whole = ("norm" in name and not of_heads) or name.endswith(("o_proj.bias", "down_proj.bias"))
+        ends = ("o_proj.bias", "down_proj.bias", ".alpha_p", ".alpha_n", ".beta", ".eps")
+        is_whole = ("norm" in name and not of_heads) or name.endswith(ends)
         assert (count == (layout.tensor if is_whole else 1)).all(), name
 
 
@@ -74,6 +76,11 @@ def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
         (EXAONE4, {"layer_types": None}, "layer_types is None"),
         (EXAONE4, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         (AFM, {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        (APERTUS, {"hidden_act": "relu2"}, "hidden_act is 'relu2'"),
+        (APERTUS, {"post_norm": True}, "post_norm is True"),
+        (APERTUS, {"qk_norm": False}, "qk_norm is False"),
+        (APERTUS, {"mlp_bias": True}, "mlp_bias is True"),
+        (APERTUS, {"rope_scaling": None}, "rope_parameters is missing; add it .transformers would scale by llama3"),
         (GRANITE4, {"layer_types": ["mamba"] * 36 + ["attention"] * 4}, "layer_types is .* without Mamba"),
         (GRANITE4, {"num_local_experts": 72}, "num_local_experts is 72"),
         (GRANITE4, {"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'"),

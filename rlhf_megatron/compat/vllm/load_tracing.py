@@ -1,6 +1,6 @@
 """A model of vLLM on the meta device, for any rank of a replica, in a process that is one rank: for tracing of loaders.
 
-vLLM's group objects are stand-ins that know sizes and ranks alone, and no function is replaced but the three that
+vLLM's group objects are stand-ins that know sizes and ranks alone, and no function is replaced but the four that
 could not do their work on meta. vLLM has no public way to any.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlhf_megatron.compat.patches import replacement
+from rlhf_megatron.compat.patches import NONE_FOUND, replacement
 from rlhf_megatron.compat.torch import default_dtype
 from rlhf_megatron.compat.vllm import internals
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
@@ -81,7 +81,10 @@ def build_on_meta(config: Any) -> torch.nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     dtype = default_dtype(config.model_config.dtype)
-    with internals.own_rotary_modules(), _expert_map_on_host(), _loaders_kept(), dtype, torch.device("meta"):
+    changes = (internals.own_rotary_modules(), _expert_map_on_host(), _activations_on_host(), _loaders_kept())
+    with contextlib.ExitStack() as stack:
+        for change in (*changes, dtype, torch.device("meta")):
+            stack.enter_context(change)
         model: torch.nn.Module = initialize_model(config)
     return model
 
@@ -108,6 +111,33 @@ def _expert_map_on_host() -> Iterator[None]:
         yield
     finally:
         expert_map_manager.determine_expert_map = original
+
+
+@replacement(
+    *PACKAGES,
+    **KNOWN,
+    why="xIELU (Apertus) reads its numbers where it is made, and those on the meta device have no values",
+    upstream=NONE_FOUND,
+)
+@contextlib.contextmanager
+def _activations_on_host() -> Iterator[None]:
+    """Make the few numbers that an activation learns on the host."""
+    from vllm.model_executor.layers import activation
+
+    if not hasattr(activation, "XIELU"):
+        yield
+        return
+    original = activation.XIELU.__init__
+
+    def on_host(*arguments: Any, **named: Any) -> None:
+        with torch.device("cpu"):
+            original(*arguments, **named)
+
+    activation.XIELU.__init__ = on_host
+    try:
+        yield
+    finally:
+        activation.XIELU.__init__ = original
 
 
 @replacement(

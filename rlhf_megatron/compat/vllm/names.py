@@ -41,6 +41,12 @@ NAMES = (
         "RotaryEmbedding.forward_cpu(positions, query, key)",
         "latent attention on CPUs",
     ),
+    PrivateName(
+        _LAYERS + "activation",
+        "XIELU",
+        "numbers that Apertus' activation learns",
+        absent="nothing: vLLM has no Apertus",
+    ),
     PrivateName("vllm.v1.engine", "FinishReason", "tokens of an aborted request"),
     PrivateName(_SCHEDULER, "Scheduler.running", "requests that are in the cache"),
     # Requests that are paused while weights change.

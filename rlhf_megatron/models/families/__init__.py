@@ -8,6 +8,7 @@ from rlhf_megatron.models.families.contract import Family
 
 # Hugging Face's model_type and the module of this package that has its FAMILY.
 _MODULES = {
+    "apertus": "apertus",
     "arcee": "arcee",
     "cohere": "cohere",
     "cohere2": "cohere2",

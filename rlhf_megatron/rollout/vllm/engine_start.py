@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import (
+    activation_type,
     compile_cache,
     internals,
     language_models,
@@ -46,6 +47,7 @@ def starting(on_gpu: bool) -> Iterator[None]:
             compile_cache.cache_by_device()
         model_inspection.inspect_models_in_this_process()
         language_models.register_language_models()
+        activation_type.learn_activations_as_weights()
         yield
 
 

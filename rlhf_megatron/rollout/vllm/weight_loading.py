@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import preserved_threads
-from rlhf_megatron.compat.vllm import language_models, load_tracing, model_inspection
+from rlhf_megatron.compat.vllm import activation_type, language_models, load_tracing, model_inspection
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.rollout.copy_trace import CopyRecorder, LoadTrace
 from rlhf_megatron.rollout.random_state import preserved_random_state
@@ -57,6 +57,7 @@ def trace_rank(
         cpu.install()
     model_inspection.inspect_models_in_this_process()
     language_models.register_language_models()
+    activation_type.learn_activations_as_weights()
     from vllm.engine.arg_utils import EngineArgs
 
     backend = {"moe_backend": "triton"} if torch.cuda.is_available() else {}  # as the engine has it
