@@ -66,6 +66,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    YoutuConfig,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -176,6 +177,7 @@ CONFIGS = {
     "qwen3_next_heads": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
+    "youtu": YoutuConfig,
 }
 # What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later, those
 # of mistral_linear and qwen2_yarn are scaled otherwise; the plain mixture of experts leaves the weights of the chosen
@@ -392,6 +394,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layer_interval": 2},
+    "youtu": _LATENT | {"pad_token_id": None},  # whose row transformers makes 0 as it loads, also of tied embeddings
 }
 # Of these families.
 VARIANTS = {

@@ -55,8 +55,8 @@ _SIZES = {
     "num_attention_heads": HEADS, "vocab_size": VOCABULARY, "n_routed_experts": EXPERTS, "num_experts": EXPERTS,
     "num_local_experts": EXPERTS, "moe_num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_k": CHOSEN,
     "experts_per_token": CHOSEN, "moe_topk": CHOSEN, "shared_expert_intermediate_size": 48, "head_dim": HEAD,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "rotary_dim": HEAD // 2,
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_head_dim": HEAD,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "rotary_dim": HEAD // 2,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip

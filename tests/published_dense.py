@@ -1,6 +1,7 @@
 """config.json of published models, most with dense layers, field for field.
 
-Those of AFM, Apertus, dots.llm1 and Granite are of the makers' fields, not read off their files: numbers may differ.
+Those of AFM, Apertus, dots.llm1, Granite and Youtu-LLM are of the makers' fields, not read off their files: numbers may
+differ.
 """
 
 from __future__ import annotations
@@ -141,6 +142,20 @@ DOTS = {
     "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
     "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 152064,
 }  # fmt: skip
+YOUTU = {
+    "architectures": ["YoutuForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_youtu.YoutuConfig", "AutoModelForCausalLM": "modeling_youtu.YoutuForCausalLM",
+    },
+    "bos_token_id": 128000, "dtype": "bfloat16", "embedding_initializer_range": 0.03952847075210474,
+    "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.01976423537605237, "intermediate_size": 6144, "kv_lora_rank": 512,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "youtu", "num_attention_heads": 16,
+    "num_hidden_layers": 32, "num_key_value_heads": 16, "q_lora_rank": 1536, "qk_head_dim": 192,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": True,
+    "rope_scaling": None, "rope_theta": 1600000, "tie_word_embeddings": True, "transformers_version": "4.56.0",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 128256,
+}  # fmt: skip
 
 GRANITE_MOE = {
     "architectures": ["GraniteMoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
@@ -182,6 +197,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Apertus 70B Instruct": APERTUS
     | {"hidden_size": 8192, "intermediate_size": 43008, "num_attention_heads": 64, "num_hidden_layers": 80},
     "dots.llm1": DOTS,
+    "Youtu-LLM 2B": YOUTU,
     "Granite 4.0 Micro": GRANITE4,
     "Granite 3.1 3B A800M": GRANITE_MOE,
 }

@@ -66,12 +66,12 @@ _ONLY: dict[str, Any] = {
     "pruned_heads": {},
     **dict.fromkeys(_DROPOUT, 0.0),  # nothing is dropped in training
 }
-# What transformers' classes refuse as null, though the same field may be absent.
+# What transformers' classes refuse as null, or read as false, though the same field may be absent.
 _NEVER_NULL = {
     "attention_bias", "attention_dropout", "auto_map", "chunk_size_feed_forward", "decoder_sparse_step", "hidden_act",
-    "initializer_range", "intermediate_size", "is_encoder_decoder", "max_position_embeddings", "max_window_layers",
-    "mlp_bias", "norm_topk_prob", "num_experts", "num_labels", "output_router_logits", "rms_norm_eps",
-    "router_aux_loss_coef", "tie_word_embeddings", "use_cache", "use_sliding_window",
+    "initializer_range", "intermediate_size", "is_causal", "is_encoder_decoder", "max_position_embeddings",
+    "max_window_layers", "mlp_bias", "norm_topk_prob", "num_experts", "num_labels", "output_router_logits",
+    "rms_norm_eps", "router_aux_loss_coef", "tie_word_embeddings", "use_cache", "use_sliding_window",
 }  # fmt: skip
 
 # What transformers' class has under these names is not for a file to replace, not even by null.

@@ -211,6 +211,11 @@ class Architecture:
         return self.mixed_ropes or (self.rope,) * self.layers
 
     @property
+    def cuts_sequences(self) -> bool:
+        """True if tensor ranks always share out the tokens between their parts (sequence parallelism)."""
+        return bool(self.experts or self.latent or self.delta_net)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Lines about what is left out of the model, for the person who starts a run."""
         if not self.prediction_layers:

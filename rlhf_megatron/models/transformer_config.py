@@ -40,7 +40,7 @@ def transformer_config(
     compute_dtype: torch.dtype = getattr(torch, dtype)
     stages = [sum(map(len, chunks)) for chunks in layout.stage_chunks(architecture.layers)]
     uneven = layout.pipeline > 1 and len(set(stages)) > 1
-    if architecture.experts or architecture.latent or architecture.delta_net:
+    if architecture.cuts_sequences:
         # Megatron sends each tensor rank's own tokens to the experts, and sums gradients of whole down projections, and
         # of a delta net's norm, of whose heads each rank has some, as those of a cut sequence.
         sequence_parallel = True

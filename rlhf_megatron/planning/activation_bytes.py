@@ -190,4 +190,4 @@ def _has_experts(model: Architecture, layer: int) -> bool:
 
 
 def _is_sequence_parallel(section: RoleSection, model: Architecture) -> bool:
-    return section.sequence_parallel or bool(model.experts)
+    return section.sequence_parallel or model.cuts_sequences

@@ -101,10 +101,8 @@ def recomputed_activations(
 
 
 def _sequence_parts(section: RoleSection, architecture: Architecture, layout: Layout) -> int:
-    """Return the number of GPUs that norms are cut over; with experts, latents or delta nets always the tensor-parallel
-    ones."""
-    always = architecture.experts or architecture.latent or architecture.delta_net
-    return layout.tensor if section.sequence_parallel or always else 1
+    """Return the number of GPUs that norms are cut over."""
+    return layout.tensor if section.sequence_parallel or architecture.cuts_sequences else 1
 
 
 def _attention(a: Architecture) -> float:

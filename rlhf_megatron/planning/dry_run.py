@@ -127,7 +127,7 @@ def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architec
     world, stage_size = layout.size, layout.size // layout.pipeline
     degrees = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "data": layout.data}
     shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
-    cut = section.sequence_parallel or model.experts
+    cut = section.sequence_parallel or model.cuts_sequences
     extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
     where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
     yield f"{name}: {shown} on ranks {where}{extras}"

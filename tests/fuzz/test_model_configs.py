@@ -81,6 +81,7 @@ WHOLE = {
     "qwen3_next": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
     "seed_oss": SIZES,
     "smollm3": SIZES,
+    "youtu": SIZES | LATENT,
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
 }
 OF_LAYERS = ["decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size"]
@@ -140,7 +141,9 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert read.feed_forward == getattr(theirs, "shared_intermediate_size", theirs.intermediate_size)
     assert read.heads == theirs.num_attention_heads
     assert read.key_value_heads == theirs.num_key_value_heads
-    assert read.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert read.head_dim == (theirs.qk_rope_head_dim if read.latent else head_dim)
+    assert read.latent is None or head_dim in (read.latent.turned, read.latent.query_head)
     assert read.vocabulary == theirs.vocab_size
     longest: int = theirs.max_position_embeddings
     if read.family == "ministral3":  # beyond these positions its queries grow
@@ -166,7 +169,8 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     of_gemma = read.zero_centred_norms and not read.gated_attention
-    assert activation == ("gelu_pytorch_tanh" if of_gemma else "relu2" if read.plain_mlp else "silu")
+    plain = "xielu" if read.family == "apertus" else "relu2"
+    assert activation == ("gelu_pytorch_tanh" if of_gemma else plain if read.plain_mlp else "silu")
     if read.gated_attention:
         deltas = [kind == "linear_attention" for kind in theirs.layer_types]
         assert [kind.attention == "delta" for kind in read.layer_kinds] == deltas
@@ -188,7 +192,8 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     else:
         assert not any(within) and read.window is None
     if read.experts:
-        count = getattr(theirs, "n_routed_experts", None) or theirs.num_experts
+        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        count = next(getattr(theirs, name) for name in names if getattr(theirs, name, None))
         per_token = theirs.num_experts_per_tok  # a list, of Hunyuan's layers
         assert read.experts.count == count
         assert read.experts.chosen == (per_token[0] if isinstance(per_token, list) else per_token)

@@ -125,6 +125,7 @@ CASES = {
     **dense("Seed-OSS", "seed_oss"),
     **dense("norms of turned heads", "hunyuan_v1_dense"),
     "norms of turned heads, keys shared by ranks, TP4": Case("hunyuan_v1_dense", False, {"tensor": 4}, grid=True),
+    **dense("latent attention in dense layers", "youtu"),
     **gpt_oss(),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),

@@ -355,6 +355,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
     (LLAMA, {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    (LLAMA, {"is_causal": None}, "is_causal is null"),
     (LLAMA, {"hidden_act": None}, "hidden_act is null, which transformers refuses"),
     (LLAMA, {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
     (LLAMA, {"num_labels": 10**9}, "num_labels is 1000000000; it must be 1 to"),

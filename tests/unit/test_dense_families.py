@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from published_dense import AFM, APERTUS, ERNIE, EXAONE4, GLM4, GRANITE4, OLMO2, OLMO3, PHI3, PHI35
+from published_dense import AFM, APERTUS, ERNIE, EXAONE4, GLM4, GRANITE4, OLMO2, OLMO3, PHI3, PHI35, YOUTU
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
@@ -33,6 +33,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "olmo3": SIZES | {"attention_bias": True},
     "phi3": SIZES,
     "seed_oss": SIZES | {"head_dim": 16, "attention_out_bias": True},
+    "youtu": SIZES
+    | {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    | {"num_key_value_heads": 4, "tie_word_embeddings": False},
 }
 
 
@@ -53,6 +56,7 @@ def test_every_element_is_held_once(layout: Layout, implementation: Implementati
         of_heads = (a.wide_query_key_norm or a.head_norms) and ("q_norm" in name or "k_norm" in name)
         ends = ("o_proj.bias", "down_proj.bias", ".alpha_p", ".alpha_n", ".beta", ".eps")
         is_whole = ("norm" in name and not of_heads) or name.endswith(ends)
+        is_whole = is_whole or "_a_proj" in name  # down to latents
         assert (count == (layout.tensor if is_whole else 1)).all(), name
 
 
@@ -91,6 +95,10 @@ def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
         (PHI35, {"partial_rotary_factor": 0.75}, "rope_scaling.short_factor has 48 numbers, and 36 pairs"),
         (PHI3, {"lm_head_bias": True}, "lm_head_bias is True"),
         (PHI3, {"head_dim": 64}, "head_dim is 64"),
+        (YOUTU, {"rope_interleave": False}, "rope_interleave is False"),
+        (YOUTU, {"rope_interleave": None}, "rope_interleave is null"),
+        (YOUTU, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+        (YOUTU, {"head_dim": 128}, "head_dim is 128; with latent attention it must be 64"),
         (OLMO2, {"auto_map": {"AutoConfig": "configuration_olmo2.Olmo2Config"}}, "auto_map is .* own"),
     ],
 )

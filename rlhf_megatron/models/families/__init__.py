@@ -50,6 +50,7 @@ _MODULES = {
     "qwen3_next": "qwen3_next",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "youtu": "youtu",
 }
 
 FAMILIES: dict[str, Family] = {

@@ -22,7 +22,7 @@ WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "output_router_logits": (bool,),
     "seq_aux": (bool,),
 }
-NEVER_NULL = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "first_k_dense_replace")
+NEVER_NULL = (*latent.NEVER_NULL, "first_k_dense_replace")
 # What transformers takes for absent fields, where other decoders have something else.
 _ABSENT = {
     "first_k_dense_replace": 3, "n_group": 8, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "topk_group": 4,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.models.rotary import Rotary
 
 FIELDS = frozenset({"kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+NEVER_NULL = ("head_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave")
 
 # A part of attention in checkpoints, its cut over the tensor ranks, and its name in Megatron.
 _PARTS: dict[str, tuple[Cut, str]] = {
