@@ -177,7 +177,7 @@ def _shared(
         names = [name for name, *_ in shifts]
         if not shifts or len(set(names)) < len(names) or any(any(rest) for _, _, *rest in shifts):
             continue
-        rows = itertools.accumulate((own[name][0] for name in names), initial=0)
+        rows = itertools.accumulate(((own[name] or (1,))[0] for name in names), initial=0)
         together = len(names) == 1 or (not in_buckets and all(map(is_expert, names)))
         if together and [row for _, row, *_ in shifts] == list(rows)[:-1]:
             size = math.prod(others[parameter])
@@ -202,5 +202,6 @@ def _shifts(blocks: Iterable[Block], held: Mapping[str, Sequence[Block]]) -> lis
 
 
 def _origin(block: Block) -> Iterator[int]:
-    """Return where the tensor's first element would lie in the block's parameter."""
-    return (offset - begin for offset, (begin, _) in zip(block.offset, block.region, strict=True))
+    """Return where the tensor's first element would lie in the block's parameter; a single number counts as a row."""
+    region = block.region or ((0, 1),)
+    return (offset - begin for offset, (begin, _) in zip(block.offset or (0,), region, strict=True))
