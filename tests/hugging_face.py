@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     ApertusConfig,
     ArceeConfig,
     AutoConfig,
@@ -45,6 +46,7 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -111,6 +113,7 @@ WRAPPERS = {
     "glm4v": _wrapping(Glm4vConfig, "glm4v"),
     "glm4v_moe": _wrapping(Glm4vMoeConfig, "glm4v"),
     "mistral3": _wrapping(Mistral3Config, "mistral3", "mistral"),
+    "mistral3:mistral4": _wrapping(Mistral3Config, "mistral3", "mistral4"),
     "qwen2_vl": _wrapping(Qwen2VLConfig, "qwen2_vl"),
     "qwen2_5_vl": _wrapping(Qwen2_5_VLConfig, "qwen2_5_vl"),
     "qwen3_vl": _wrapping(Qwen3VLConfig, "qwen3_vl"),
@@ -154,6 +157,7 @@ CONFIGS = {
     "ministral3": Ministral3Config,
     "minimax_m2": MiniMaxM2Config,
     "mistral": MistralConfig,
+    "mistral4": Mistral4Config,
     "mistral_linear": MistralConfig,
     "mistral_window": MistralConfig,
     "mixtral": MixtralConfig,
@@ -215,6 +219,10 @@ _DEEPSEEK_YARN = {
 }
 _V3 = _LATENT | _GROUPED | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 2.5}
 _V2 = _LATENT | _GROUPED | {"norm_topk_prob": False, "n_shared_experts": 2}
+_GROWING_YARN = {
+    "rope_parameters": _DEEPSEEK_YARN["rope_parameters"] | {"llama_4_scaling_beta": 0.1, "max_position_embeddings": 256}
+}
+_MISTRAL4 = _LATENT | _GROUPED | _GROWING_YARN | {"head_dim": 32}
 _DELTA_NET = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -322,10 +330,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "llama_attention_biases": {"attention_bias": True},
     "llama_biases": {"attention_bias": True, "mlp_bias": True},
-    "ministral3": {
-        "rope_parameters": _DEEPSEEK_YARN["rope_parameters"]
-        | {"llama_4_scaling_beta": 0.1, "max_position_embeddings": 256}
-    },
+    "ministral3": _GROWING_YARN,
     "minimax_m2": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -336,6 +341,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": None},
     "mistral3": {"sliding_window": None},
+    "mistral3:mistral4": _MISTRAL4,
+    "mistral4": _MISTRAL4 | {"routed_scaling_factor": 2.0},
     "mistral_linear": {
         "sliding_window": None,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
@@ -462,7 +469,11 @@ def make_model(
 def describe(family: str, **fields: Any) -> dict[str, Any]:
     """Return the ``model_type`` of a model that ``make_model`` makes, and the fields that it has of its own."""
     made = CONFIGS.get(family)
-    return {"model_type": made.model_type if made else family, "config": SPECIAL.get(family, {}), "sizes": fields}
+    return {
+        "model_type": made.model_type if made else family.partition(":")[0],
+        "config": SPECIAL.get(family, {}),
+        "sizes": fields,
+    }
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
@@ -493,7 +504,8 @@ def fill(model: Any, seed: int = 0) -> None:
 
 def auto_class(config: Any) -> Any:
     """Return transformers' class for a whole model: with its vision tower, where it has one."""
-    return AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM
+    is_other = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING  # Mistral 4's language model is among the others
+    return AutoModelForImageTextToText if "text_config" in config.sub_configs or is_other else AutoModelForCausalLM
 
 
 def load_model(folder: Path, **fields: Any) -> Any:

@@ -32,9 +32,40 @@ ERNIE_21B = {
     "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False,
     "vocab_size": 103424,
 }  # fmt: skip
+MISTRAL4 = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "kv_lora_rank": 256, "max_position_embeddings": 1048576, "model_type": "mistral4",
+    "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 4, "num_hidden_layers": 36,
+    "num_key_value_heads": 32, "output_router_logits": False, "pad_token_id": 11, "pretraining_tp": 1,
+    "q_lora_rank": 1024, "qk_head_dim": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1,
+        "max_position_embeddings": 1048576, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+        "rope_type": "yarn", "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 131072,
+}  # fmt: skip
+SMALL4 = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
+    "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2, "text_config": MISTRAL4, "tie_word_embeddings": False, "transformers_version": "5.3.0",
+    "vision_config": {
+        "attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
+        "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral", "num_attention_heads": 16,
+        "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "vision_feature_layer": -1,
+}  # fmt: skip
 # A classifier has no logprobs.
 _FIELDS = {name: config for name, config in published_fields.PUBLISHED.items() if name != "a reward model"}
 PUBLISHED = _FIELDS | PUBLISHED | {"Hunyuan-A13B-Instruct": A13B, "ERNIE-4.5-21B-A3B": ERNIE_21B}
+PUBLISHED |= {"Mistral-Small-4-119B": SMALL4, "Mistral-Small-4-119B, its language model": MISTRAL4}
 
 # But for those whose factors of LongRoPE are not the published ones, and for what the file has.
 _ELSEWHERE = ("EXAONE 4.0 32B", "Phi-3.5 mini", "Phi-4", "Phi-4 mini")
@@ -60,6 +91,7 @@ _SIZES = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+_TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 _VISION_SIZES = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_heads": 2,
     "num_hidden_layers": 1, "num_position_embeddings": 16, "out_hidden_size": HEADS * HEAD,
@@ -72,7 +104,8 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
         tower = {field: _VISION_SIZES.get(field, value) for field, value in config["vision_config"].items()}
         outer = {f: value for f, value in config.items() if f not in ("quantization_config", "text_config")}
         del outer["vision_config"]
-        outer = small(outer) if "hidden_size" in outer else outer
+        tokens = {field: _SIZES[field] for field in outer.keys() & _TOKENS}
+        outer = small(outer) if "hidden_size" in outer else outer | tokens
         inner = {"text_config": small(config["text_config"])} if "text_config" in config else {}
         return outer | inner | {"vision_config": tower}
     shrunk = {field: _SIZES.get(field, value) if value else value for field, value in config.items()}
@@ -80,7 +113,7 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if groups is not None:
         shrunk["num_key_value_heads"] = HEADS if groups == heads else min(groups, 2)
-    if config.get("kv_lora_rank") and "head_dim" in config:  # what is turned of a head
+    if config.get("kv_lora_rank") and config.get("head_dim") == config["qk_rope_head_dim"]:  # what is turned of a head
         shrunk["head_dim"] = shrunk["qk_rope_head_dim"]
     if "linear_num_value_heads" in config:
         ratio = config["linear_num_value_heads"] // config["linear_num_key_heads"]
@@ -103,6 +136,8 @@ def _small_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     turned = int(HEAD * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1)) // 2
     of_pairs = {"short_factor", "long_factor"}
     shrunk = {field: value[:turned] if field in of_pairs else value for field, value in rope.items()}
+    if "qk_rope_head_dim" in config and "partial_rotary_factor" in rope:
+        shrunk["partial_rotary_factor"] = config["qk_rope_head_dim"] / HEAD
     if "mrope_section" in rope:
         shrunk["mrope_section"] = [turned - 2 * (turned // 3), turned // 3, turned // 3]
     return shrunk

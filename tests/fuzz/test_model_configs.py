@@ -68,6 +68,7 @@ WHOLE = {
     | {"scoring_func": "sigmoid", "use_routing_bias": True},
     "ministral3": SIZES | {"rope_parameters": MINISTRAL},
     "mistral": SIZES | {"sliding_window": None},
+    "mistral4": SIZES | GROUPED | LATENT | {"head_dim": 24, "rope_parameters": MINISTRAL},
     "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": SIZES,
     "olmo3": SIZES,
@@ -146,7 +147,7 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert read.latent is None or head_dim in (read.latent.turned, read.latent.query_head)
     assert read.vocabulary == theirs.vocab_size
     longest: int = theirs.max_position_embeddings
-    if read.family == "ministral3":  # beyond these positions its queries grow
+    if read.family in ("ministral3", "mistral4"):  # beyond these positions its queries grow
         longest = min(longest, theirs.rope_parameters["original_max_position_embeddings"])
     assert read.max_positions == longest
     epsilon = theirs.layer_norm_eps if read.family.startswith("cohere") else theirs.rms_norm_eps

@@ -126,6 +126,11 @@ CASES = {
     **dense("norms of turned heads", "hunyuan_v1_dense"),
     "norms of turned heads, keys shared by ranks, TP4": Case("hunyuan_v1_dense", False, {"tensor": 4}, grid=True),
     **dense("latent attention in dense layers", "youtu"),
+    **mixture("latent attention, softmax, groups by their best two", "mistral4"),
+    **{
+        name: case._replace(grid=True)
+        for name, case in mixture("of images and text, Mistral with experts", "mistral3:mistral4").items()
+    },
     **gpt_oss(),
     **mixture("shared expert and a dense layer", "qwen2_moe"),
     **mixture("Mixtral", "mixtral"),

@@ -72,7 +72,7 @@ def test_a_small_model_has_the_logprobs_of_transformers(
     model = load_model(home / name)
     for part, module in model.named_modules():
         if part.endswith("_a_layernorm"):  # the norms of latents, whose epsilon here is vLLM's
-            module.variance_epsilon = model.config.rms_norm_eps
+            module.variance_epsilon = model.config.get_text_config().rms_norm_eps
     with torch.no_grad():
         expected = torch.cat([row_logprobs(model, p, r) for p, r in zip(*ROWS, strict=True)])
     difference = float((found - expected).abs().max())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from published_configs import A13B, PUBLISHED
+from published_configs import A13B, MISTRAL4, PUBLISHED
 from published_configs import ERNIE_21B as ERNIE
 from published_dense import DOTS, GRANITE_MOE
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
@@ -28,8 +28,17 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         (MINIMAX, 228.7, 11.0),
         (DOTS, 142.8, 14.0),
         (GRANITE_MOE, 3.3, 0.88),
+        (MISTRAL4, 119.0, 6.5),
     ],
-    ids=["Hunyuan-A13B", "ERNIE-4.5-21B-A3B", "OLMoE", "MiniMax-M2.5", "dots.llm1", "Granite 3.1 3B A800M"],
+    ids=[
+        "Hunyuan-A13B",
+        "ERNIE-4.5-21B-A3B",
+        "OLMoE",
+        "MiniMax-M2.5",
+        "dots.llm1",
+        "Granite 3.1 3B A800M",
+        "Mistral Small 4",
+    ],
 )
 def test_mixtures_have_the_parameters_that_their_makers_count(
     config: dict[str, Any], billions: float, active: float
@@ -69,7 +78,7 @@ def test_what_the_configs_say() -> None:
     assert olmoe.experts == Experts(64, 8, 1024, normalized=False) and olmoe.wide_query_key_norm
 
 
-ALPHA = HUNYUAN["rope_scaling"]
+ALPHA, YARN = HUNYUAN["rope_scaling"], MISTRAL4["rope_parameters"]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"head_dim": None}, "head_dim is missing; add it"),
     (HUNYUAN, {"rope_scaling": ALPHA | {"factor": 2.0}}, "rope_scaling.factor is 2.0.*; supported: 1.0 beside alpha"),
@@ -109,6 +118,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GRANITE_MOE, {"num_experts_per_tok": 41}, "num_experts_per_tok is 41, of 40 experts"),
     (DOTS, {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
     (DOTS, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+    (MISTRAL4, {"head_dim": 64}, "head_dim is 64, .*; supported: 128, as qk_nope_head_dim"),
+    (MISTRAL4, {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+    (MISTRAL4, {"rope_parameters": YARN | {"rope_type": "linear", "type": "linear"}}, "rope_parameters.rope_type is"),
+    (MISTRAL4, {"rope_parameters": None}, "rope_parameters is None"),
+    (MISTRAL4, {"rope_interleave": False}, "rope_interleave is False"),
+    (MISTRAL4, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+    (MISTRAL4, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of 128 experts"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     (OLMOE, {"head_dim": 64}, "head_dim is 64"),
     (OLMOE, {"moe_intermediate_size": 512}, "moe_intermediate_size is 512"),

@@ -36,6 +36,7 @@ _MODULES = {
     "minimax_m2": "minimax_m2",
     "ministral3": "ministral3",
     "mistral": "mistral",
+    "mistral4": "mistral4",
     "mixtral": "mixtral",
     "olmo2": "olmo2",
     "olmo3": "olmo3",

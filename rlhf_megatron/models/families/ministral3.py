@@ -26,22 +26,27 @@ class Ministral3(Decoder):
 
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """See Family."""
-        given = config.get("rope_parameters")
-        if not isinstance(given, dict):
-            raise unsupported(path, "rope_parameters", given, f"an object with rope_type yarn and {_GROWTH}")
-        grows = not _is_zero(given.get(_GROWTH))
-        if grows:
-            number(path, _GROWTH, given)
-        # The second is the same as the config's own field, and not read by transformers; an mscale of 0 is as none.
-        left_out = {_GROWTH, "max_position_embeddings", *(name for name in _MSCALES if _is_zero(given.get(name)))}
-        rope = {field: value for field, value in given.items() if field not in left_out}
-        plain = super().read(path, {**config, "rope_parameters": rope})
-        if not isinstance(plain.rope.scaling, YarnScaling):
-            raise unsupported(path, "rope_parameters.rope_type", given.get("rope_type"), "yarn")
-        if not grows:
-            return plain
-        original = plain.rope.scaling.original_max_position_embeddings
-        return dataclasses.replace(plain, max_positions=min(plain.max_positions, original))
+        return with_growth(path, config, super().read)
+
+
+def with_growth(path: Path, config: Mapping[str, Any], read: Any) -> Architecture:
+    """Return what ``read`` makes of a config whose queries may grow: of rows in which they do not."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, dict):
+        raise unsupported(path, "rope_parameters", given, f"an object with rope_type yarn and {_GROWTH}")
+    grows = not _is_zero(given.get(_GROWTH))
+    if grows:
+        number(path, _GROWTH, given)
+    # The second is the same as the config's own field, and not read by transformers; an mscale of 0 is as none.
+    left_out = {_GROWTH, "max_position_embeddings", *(name for name in _MSCALES if _is_zero(given.get(name)))}
+    rope = {field: value for field, value in given.items() if field not in left_out}
+    plain: Architecture = read(path, {**config, "rope_parameters": rope})
+    if not isinstance(plain.rope.scaling, YarnScaling):
+        raise unsupported(path, "rope_parameters.rope_type", given.get("rope_type"), "yarn")
+    if not grows:
+        return plain
+    original = plain.rope.scaling.original_max_position_embeddings
+    return dataclasses.replace(plain, max_positions=min(plain.max_positions, original))
 
 
 def _is_zero(value: object) -> bool:

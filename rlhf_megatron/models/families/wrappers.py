@@ -112,7 +112,7 @@ WRAPPERS = {
     ),
     "mistral3": Wrapper(
         "Mistral3",
-        {"mistral": "mistral", "ministral3": "ministral3"},
+        {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
         _VISION
         | dict.fromkeys(("image_token_index", "spatial_merge_size"), (int,))
         | {"multimodal_projector_bias": (bool,), "projector_hidden_act": (str,), "vision_feature_layer": (int, list)},
