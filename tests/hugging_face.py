@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    Kimi_K25Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -80,6 +82,7 @@ for _modeling in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
 
 _VISION = {
     "gemma3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "kimi_k25": {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4},
     "mistral3": {
         "model_type": "pixtral",
         "image_size": 28,
@@ -112,6 +115,7 @@ WRAPPERS = {
     "gemma3": _wrapping(Gemma3Config, "gemma3"),
     "glm4v": _wrapping(Glm4vConfig, "glm4v"),
     "glm4v_moe": _wrapping(Glm4vMoeConfig, "glm4v"),
+    "kimi_k25": _wrapping(Kimi_K25Config, "kimi_k25", "kimi_k2"),
     "mistral3": _wrapping(Mistral3Config, "mistral3", "mistral"),
     "mistral3:mistral4": _wrapping(Mistral3Config, "mistral3", "mistral4"),
     "qwen2_vl": _wrapping(Qwen2VLConfig, "qwen2_vl"),
@@ -317,6 +321,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid_plain": _GRANITE4 | {"position_embedding_type": None},
     "hunyuan_v1_dense": _ALPHA,
     "hunyuan_v1_moe": _ALPHA | {"num_experts": 4, "moe_topk": 2},
+    "kimi_k25": _V3 | _DEEPSEEK_YARN,
     "llama3": {
         "max_position_embeddings": 16384,
         "rope_parameters": {
@@ -463,6 +468,8 @@ def make_model(
     model.save_pretrained(folder)
     if family == "qwen3_vl_moe":
         transpose_experts(folder)
+    if family == "kimi_k25":
+        name_as_published(folder)
     return folder
 
 
@@ -487,6 +494,17 @@ def transpose_experts(folder: Path) -> None:
     tensors = load_file(path).items()
     turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors}
     save_file(turned, path, {"format": "pt"})
+
+
+def name_as_published(folder: Path) -> None:
+    """Give Kimi-K2.5's class and layers the names of its makers: transformers saves layers of both towers as blocks."""
+    path, tensors = folder / "config.json", load_file(folder / "model.safetensors")
+    named = json.loads(path.read_text()) | {"architectures": ["KimiK25ForConditionalGeneration"]}
+    path.write_text(json.dumps(named))
+    renamed = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensors[name] for name in tensors
+    }
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 def fill(model: Any, seed: int = 0) -> None:

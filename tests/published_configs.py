@@ -62,10 +62,29 @@ SMALL4 = {
     },
     "vision_feature_layer": -1,
 }  # fmt: skip
+K2 = PUBLISHED["Kimi-K2-Instruct"]
+OF_K25 = "modeling_kimi_k25.KimiK25ForConditionalGeneration"
+KIMI_K25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "auto_map": {
+        "AutoConfig": "configuration_kimi_k25.KimiK25Config", "AutoModel": OF_K25, "AutoModelForCausalLM": OF_K25,
+    },
+    "bos_token_id": 163584, "dtype": "bfloat16", "eos_token_id": 163585, "ignore_index": -100,
+    "media_placeholder_token_id": 163605, "model_type": "kimi_k25", "pad_token_id": 163839,
+    "text_config": {field: value for field, value in K2.items() if field != "quantization_config"}
+    | {"max_position_embeddings": 262144, "rope_scaling": K2["rope_scaling"] | {"factor": 64.0}, "topk_group": 1},
+    "tie_word_embeddings": False, "use_unified_vision_chunk": True,
+    "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {
+        "hidden_size": 1152, "intermediate_size": 4304, "merge_kernel_size": [2, 2], "num_attention_heads": 16,
+        "num_hidden_layers": 27, "patch_size": 14, "pos_emb_height": 64, "pos_emb_time": 4, "pos_emb_width": 64,
+    },
+}  # fmt: skip
 # A classifier has no logprobs.
 _FIELDS = {name: config for name, config in published_fields.PUBLISHED.items() if name != "a reward model"}
 PUBLISHED = _FIELDS | PUBLISHED | {"Hunyuan-A13B-Instruct": A13B, "ERNIE-4.5-21B-A3B": ERNIE_21B}
 PUBLISHED |= {"Mistral-Small-4-119B": SMALL4, "Mistral-Small-4-119B, its language model": MISTRAL4}
+PUBLISHED["Kimi-K2.5, not quantised"] = KIMI_K25
 
 # But for those whose factors of LongRoPE are not the published ones, and for what the file has.
 _ELSEWHERE = ("EXAONE 4.0 32B", "Phi-3.5 mini", "Phi-4", "Phi-4 mini")

@@ -103,6 +103,10 @@ CASES = {
         name: case._replace(grid=True)
         for name, case in mixture("of images and text, GLM-4V with experts", "glm4v_moe").items()
     },
+    **{
+        name: case._replace(grid=True)
+        for name, case in mixture("of images and text, Kimi with experts", "kimi_k25").items()
+    },
     **dense("yarn of both mscales", "ministral3", grid=True),
     **dense("factors", "granite"),
     **dense("Command R", "cohere", grid=True),

@@ -131,6 +131,10 @@ CASES = {
     **both("of images and text, GLM-4V", "glm4v"),
     "of images and text, GLM-4V with experts": Case("glm4v_moe", experts=True),
     "of images and text, Mistral": Case("mistral3", fields={"head_dim": 32}),
+    "of images and text, Kimi, latent attention": Case("kimi_k25", fields=LATENT, experts=True),
+    "of images and text, Kimi, latent attention, TP2": Case(
+        "kimi_k25", {"data": 2, "expert": 2}, 2, LATENT, experts=True
+    ),
     "Gemma": Case("gemma", tied=True),
     "Gemma, TP2": Case("gemma", {"pipeline": 2}, 2),
     **both("factors", "granite"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hugging_face import auto_class, fill, load_model, random_rows, row_logprobs
+from hugging_face import auto_class, fill, load_model, name_as_published, random_rows, row_logprobs
 from parallel.parity import Launches, case, launches, selected_names
 from published_configs import PUBLISHED, VOCABULARY, small
 from rlhf_megatron.models.architecture import ModelError, parse_architecture
@@ -35,6 +35,8 @@ def make_small(folder: Path, name: str) -> dict[str, Any]:
     fill(model)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
+    if config["model_type"] == "kimi_k25":
+        name_as_published(folder)
     return case(folder, {}, list(ROWS), steps=1)
 
 

@@ -84,6 +84,8 @@ def test_fields_of_either_level_are_refused_by_name(change: dict[str, Any], mess
 
 
 QWEN = PUBLISHED["Qwen2.5-VL-7B-Instruct"]
+KIMI = PUBLISHED["Kimi-K2.5, not quantised"]
+INT4 = {"quantization_config": {"format": "pack-quantized", "quant_method": "compressed-tensors"}}
 BOTH = PUBLISHED["Qwen2.5-VL-3B, saved by transformers 4.52"]
 GLM_4_1V = {
     "architectures": ["Glm4vForConditionalGeneration"], "model_type": "glm4v", "image_token_id": 151343,
@@ -137,6 +139,8 @@ def test_a_config_that_transformers_saves_again_is_of_the_same_model(name: str, 
         (QWEN, {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24]}}, r"mrope_section is \[16, 24\]"),
         (QWEN, {"rope_scaling": {"type": "su", "mrope_section": [16, 24, 24]}}, "rope_scaling.rope_type is 'su'"),
         (PUBLISHED["Qwen3.6-27B"], {"language_model_only": True}, "language_model_only is True, .*; supported: False"),
+        (KIMI, {"text_config": KIMI["text_config"] | INT4}, "quantization_config is .*supported: none, or fp8"),
+        (KIMI, {"architectures": ["Kimi_K25ForConditionalGeneration"]}, "architectures is .*KimiK25ForConditional"),
         (BOTH, {"num_hidden_layers": 35}, "num_hidden_layers is 35, and text_config does not say so"),
         (GLM_4_1V, {"text_config": GLM_4_1V["text_config"] | {"attention_bias": False}}, "attention_bias is False"),
         (

@@ -40,8 +40,9 @@ _OUTSIDE = ("model.", "lm_head.")  # as of the language model alone; the towers'
 class Wrapper:
     """One ``model_type`` of such models.
 
-    ``classes``: the prefix of the names of transformers' classes. ``languages``: the family of each model type that
-    text_config may have, first that of one that has none. ``types``: fields without effect on text, as in FamilyFields.
+    ``classes``: what the names of its classes begin with in config.json. ``languages``: the family of each model type
+    that text_config may have, first that of one that has none. ``types``: fields without effect on text, as in
+    FamilyFields.
     ``tied``: embeddings are tied to the output layer where neither level says so. ``flat``: config.json may have the
     fields of text_config itself, and embeddings are tied where either level says so. ``only``: fields of text_config of
     which transformers computes one value, whatever they say. ``absent``: what it takes for those that are absent.
@@ -109,6 +110,15 @@ WRAPPERS = {
         only={"use_qk_norm": False},
         absent={"attention_bias": True, "max_position_embeddings": 65536},
         prefixes=(_INSIDE,),
+    ),
+    "kimi_k25": Wrapper(
+        "KimiK25",
+        {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},  # transformers knows the former name alone
+        _VISION
+        | dict.fromkeys((*_IDS, "ignore_index", "media_placeholder_token_id", "projection_hidden_size"), (int,))
+        | dict.fromkeys(("vision_end_token_id", "vision_start_token_id"), (int,))
+        | {"auto_map": (dict,), "projection_layer_norm_eps": (float,), "use_unified_vision_chunk": (bool,)}
+        | {"video_placeholder": (str,)},
     ),
     "mistral3": Wrapper(
         "Mistral3",
@@ -213,7 +223,7 @@ def _check_beside_text(path: Path, config: Mapping[str, Any], text: Mapping[str,
     """Raise ModelError for what is said of the language model in the wrapper, and not as in ``text``."""
     for field, value in config.items():
         is_repeated = wrapper.flat and field in text and (text[field] == value or field == "sliding_window")
-        if field in DECODER_FIELDS - _READ and not is_repeated:
+        if field in DECODER_FIELDS - _READ - wrapper.types.keys() and not is_repeated:
             raise ModelError(f"{shown(path)}: {field} is {brief(value)}, and text_config does not say so; remove it")
     both = [] if wrapper.flat else [given[_TIED] for given in (config, text) if given.get(_TIED) is not None]
     if len(both) == 2 and both[0] != both[1] and not (wrapper.text_tied and both[1]):
