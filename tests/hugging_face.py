@@ -70,6 +70,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
     YoutuConfig,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -185,6 +186,7 @@ CONFIGS = {
     "qwen3_next_heads": Qwen3NextConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
+    "solar_open": SolarOpenConfig,
     "youtu": YoutuConfig,
 }
 # What a family has beside the sizes below. llama3 is a Llama with the scaled rotary embeddings of 3.1 and later, those
@@ -406,6 +408,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_moe_plain": _EXPERTS | {"norm_topk_prob": False},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layer_interval": 2},
+    "solar_open": {field: value for field, value in _GROUPED.items() if field != "first_k_dense_replace"}
+    | {"attention_bias": True, "routed_scaling_factor": 2.5},
     "youtu": _LATENT | {"pad_token_id": None},  # whose row transformers makes 0 as it loads, also of tied embeddings
 }
 # Of these families.

@@ -1,7 +1,7 @@
 """config.json of published models, most with dense layers, field for field.
 
-Those of AFM, Apertus, dots.llm1, Granite and Youtu-LLM are of the makers' fields, not read off their files: numbers may
-differ.
+Those of AFM, Apertus, dots.llm1, Granite, Solar and Youtu-LLM are of the makers' fields, not read off their files:
+numbers may differ.
 """
 
 from __future__ import annotations
@@ -142,6 +142,17 @@ DOTS = {
     "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
     "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 152064,
 }  # fmt: skip
+SOLAR_OPEN = {
+    "architectures": ["SolarOpenForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 10240, "max_position_embeddings": 131072,
+    "model_type": "solar_open", "moe_intermediate_size": 1280, "n_routed_experts": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 8, "pad_token_id": 2, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"},
+    "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "use_cache": True, "vocab_size": 196608,
+}  # fmt: skip
 YOUTU = {
     "architectures": ["YoutuForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "auto_map": {
@@ -197,6 +208,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Apertus 70B Instruct": APERTUS
     | {"hidden_size": 8192, "intermediate_size": 43008, "num_attention_heads": 64, "num_hidden_layers": 80},
     "dots.llm1": DOTS,
+    "Solar Open 100B": SOLAR_OPEN,
     "Youtu-LLM 2B": YOUTU,
     "Granite 4.0 Micro": GRANITE4,
     "Granite 3.1 3B A800M": GRANITE_MOE,

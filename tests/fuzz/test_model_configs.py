@@ -82,6 +82,7 @@ WHOLE = {
     "qwen3_next": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
     "seed_oss": SIZES,
     "smollm3": SIZES,
+    "solar_open": SIZES | {field: value for field, value in GROUPED.items() if field != "first_k_dense_replace"},
     "youtu": SIZES | LATENT,
     "qwen2_moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 48},
 }

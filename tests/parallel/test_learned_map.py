@@ -30,7 +30,7 @@ from rlhf_megatron.rollout.copy_trace import CopyRecorder
 from rlhf_megatron.rollout.vllm.weight_loading import trace_model
 from rlhf_megatron.topology.layout import Layout
 
-NOT_IN_VLLM = {"dots1", "mistral4", "youtu"}
+NOT_IN_VLLM = {"dots1", "mistral4", "solar_open", "youtu"}
 ALL = sorted(CONFIGS.keys() - VARIANTS - NOT_IN_VLLM)
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "qwen3")  # in vLLM Gemmas and Cohere's always
 MIXTURES = (

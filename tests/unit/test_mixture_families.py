@@ -8,7 +8,7 @@ import pytest
 
 from published_configs import A13B, MISTRAL4, PUBLISHED
 from published_configs import ERNIE_21B as ERNIE
-from published_dense import DOTS, GRANITE_MOE
+from published_dense import DOTS, GRANITE_MOE, SOLAR_OPEN
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.description import Experts, Routing, SharedExpert
 from rlhf_megatron.models.rope import AlphaScaling
@@ -27,6 +27,7 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         (OLMOE, 6.92, 1.28),
         (MINIMAX, 228.7, 11.0),
         (DOTS, 142.8, 14.0),
+        (SOLAR_OPEN, 102.6, 12.0),
         (GRANITE_MOE, 3.3, 0.88),
         (MISTRAL4, 119.0, 6.5),
     ],
@@ -36,6 +37,7 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         "OLMoE",
         "MiniMax-M2.5",
         "dots.llm1",
+        "Solar Open",
         "Granite 3.1 3B A800M",
         "Mistral Small 4",
     ],
@@ -125,6 +127,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MISTRAL4, {"rope_interleave": False}, "rope_interleave is False"),
     (MISTRAL4, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
     (MISTRAL4, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of 128 experts"),
+    (SOLAR_OPEN, {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
+    (SOLAR_OPEN, {"use_qk_norm": True}, "use_qk_norm is True"),
+    (SOLAR_OPEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    (SOLAR_OPEN, {"num_mtp_layers": 1}, "num_mtp_layers is 1, which this version does not know"),
     (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
     (OLMOE, {"head_dim": 64}, "head_dim is 64"),
     (OLMOE, {"moe_intermediate_size": 512}, "moe_intermediate_size is 512"),
@@ -138,6 +144,14 @@ def test_what_would_be_another_model_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=f"^here/config.json: {told}"):
         parse_architecture(config | change, "here")
+
+
+def test_the_width_of_layers_that_are_not_there_may_be_absent() -> None:
+    absent = {field: value for field, value in SOLAR_OPEN.items() if field != "intermediate_size"}
+    read, without = parse_architecture(SOLAR_OPEN, "here"), parse_architecture(absent, "here")
+    assert model_parameters(read) == model_parameters(without)
+    with pytest.raises(ModelError, match="vLLM has no solar_open; it is trained only"):
+        check_generates(read, "here")
 
 
 @pytest.mark.parametrize(("change", "told"), [({"norm_topk_prob": True}, "norm_topk"), ({"rms_norm_eps": 1e-6}, "rms")])

@@ -51,6 +51,7 @@ _MODULES = {
     "qwen3_next": "qwen3_next",
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "solar_open": "solar_open",
     "youtu": "youtu",
 }
 
