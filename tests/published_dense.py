@@ -1,7 +1,7 @@
 """config.json of published models, most with dense layers, field for field.
 
-Those of AFM, Apertus, dots.llm1, Granite, Solar and Youtu-LLM are of the makers' fields, not read off their files:
-numbers may differ.
+Those of AFM, Apertus, dots.llm1, Granite, K-EXAONE, Solar and Youtu-LLM are of the makers' fields, not read off
+their files: numbers may differ.
 """
 
 from __future__ import annotations
@@ -142,6 +142,19 @@ DOTS = {
     "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
     "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 152064,
 }  # fmt: skip
+K_EXAONE = {
+    "architectures": ["ExaoneMoEForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "dtype": "bfloat16",
+    "eos_token_id": 53, "first_last_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 6144,
+    "initializer_range": 0.02, "intermediate_size": 18432, "is_moe_layer": [False] + [True] * 47,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "max_position_embeddings": 262144,
+    "model_type": "exaone_moe", "moe_intermediate_size": 2048, "n_group": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "pad_token_id": 0,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+    "tokenizer_class": "GPT2Tokenizer", "topk_group": 1, "topk_method": "noaux_tc",
+    "transformers_version": "5.0.0.dev0", "use_cache": True, "vocab_size": 153600,
+}  # fmt: skip
 SOLAR_OPEN = {
     "architectures": ["SolarOpenForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
     "eos_token_id": 2, "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
@@ -209,6 +222,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"hidden_size": 8192, "intermediate_size": 43008, "num_attention_heads": 64, "num_hidden_layers": 80},
     "dots.llm1": DOTS,
     "Solar Open 100B": SOLAR_OPEN,
+    "K-EXAONE 236B A23B": K_EXAONE,
     "Youtu-LLM 2B": YOUTU,
     "Granite 4.0 Micro": GRANITE4,
     "Granite 3.1 3B A800M": GRANITE_MOE,

@@ -118,5 +118,5 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
     check_fields(path, config, family.fields)
     if "quantization_config" not in family.fields.read:  # else its file has another kind
         weight_block(path, config)
-    check_class(path, config, family.classes, family.language_class, family.fields.native)
+    check_class(path, config, family.classes, family.language_class, family.fields)
     return family.read(path, config)

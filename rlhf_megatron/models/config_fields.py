@@ -143,6 +143,7 @@ class FamilyFields:
     ``only``: fields and the one value of each that is supported, which is what an absent field means.
     ``never_null``: fields that transformers' class of this kind refuses as null.
     ``absent``: sizes that transformers takes for absent fields, where it does not derive them from others.
+    ``former_class``: another name that folders have for the class of the language model.
     ``native``: folders have the makers' code too (``auto_map``), in place of which transformers and vLLM have theirs.
     """
 
@@ -152,6 +153,7 @@ class FamilyFields:
     never_null: tuple[str, ...] = ()
     absent: Mapping[str, int] = dataclasses.field(default_factory=dict)
     native: bool = False
+    former_class: str = ""
 
 
 def read_model_json(path: Path) -> Any:
@@ -237,18 +239,18 @@ def _check_type(path: Path, field: str, value: object, types: tuple[type, ...]) 
 
 
 def check_class(
-    path: Path, config: Mapping[str, Any], classes: str, language_class: str = "", native: bool = False
+    path: Path, config: Mapping[str, Any], classes: str, language_class: str = "", own: FamilyFields = FamilyFields()
 ) -> None:
     """Raise ModelError where the config is for another class than the language model or classifier of ``classes``.
 
-    ``native`` as in FamilyFields.
+    ``own`` says which other names and code its folders may have.
     """
     known = [language_class or f"{classes}ForCausalLM", f"{classes}ForSequenceClassification"]
     named = config.get("architectures") or []
-    if not isinstance(named, list) or any(name not in known for name in named):
+    if not isinstance(named, list) or any(name not in (*known, own.former_class) for name in named):
         raise unsupported(path, "architectures", named, " or ".join(f'["{name}"]' for name in known))
     code = config.get("auto_map", {})
-    ignored = ("AutoTokenizer", *(("AutoConfig", "AutoModel", "AutoModelForCausalLM") if native else ()))
+    ignored = ("AutoTokenizer", *(("AutoConfig", "AutoModel", "AutoModelForCausalLM") if own.native else ()))
     if not isinstance(code, dict) or any(name not in ignored for name in code):
         raise ModelError(f"{shown(path)}: auto_map is {brief(code)}: models with code of their own are not supported")
     labels = config.get("id2label") or {}

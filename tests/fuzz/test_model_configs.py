@@ -47,6 +47,7 @@ WHOLE = {
     "ernie4_5": SIZES,
     "ernie4_5_moe": SIZES | {"moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2},
     "exaone4": SIZES | {"sliding_window_pattern": 4},
+    "exaone_moe": SIZES | EXPERTS | {"sliding_window_pattern": 4},
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,

@@ -149,6 +149,7 @@ CASES = {
     **mixture("softmax scores and correction biases", "ernie4_5_moe"),
     **mixture("norms of all heads, sigmoid scores", "minimax_m2"),
     **mixture("norms of each head, sigmoid scores, windows", "dots1"),
+    **mixture("sigmoid scores, full layers without positions", "exaone_moe"),
     **{
         name: case._replace(grid=True) for name, case in mixture("sigmoid scores, no dense layer", "solar_open").items()
     },

@@ -163,6 +163,8 @@ CASES = {
     "latent attention, GLM": Case("glm4_moe_lite", fields=LATENT, experts=True),
     "sigmoid scores and correction biases": Case("glm4_moe", experts=True, grid=False),
     "sigmoid scores and correction biases, EP2": Case("glm4_moe", {"data": 2, "expert": 2}, 2, experts=True),
+    "sigmoid scores, full layers without positions": Case("exaone_moe", experts=True),
+    "sigmoid scores, full layers without positions, EP2": Case("exaone_moe", {"data": 2, "expert": 2}, 2, experts=True),
     "sinks, experts in one tensor": Case("gpt_oss", fields=GPT_OSS, experts=True),
     "sinks, experts in one tensor, EP2": Case("gpt_oss", {"data": 2, "expert": 2}, fields=GPT_OSS, experts=True),
     "norms of each head": Case("cohere_norms", tied=True),

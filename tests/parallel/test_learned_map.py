@@ -37,6 +37,7 @@ MIXTURES = (
     "deepseek_v2",
     "deepseek_v3",
     "ernie4_5_moe",
+    "exaone_moe",
     "glm4_moe",
     "glm4_moe_lite",
     "granitemoe",

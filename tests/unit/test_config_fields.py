@@ -78,7 +78,7 @@ def test_configs_of_published_models_are_read_as_transformers_reads_them(name: s
         kinds = [of_type[kind] for kind in theirs.layer_types]
         assert [rope and rope.theta for rope in read.layer_ropes] == [given["rope_theta"] for given in kinds]
     turning = getattr(theirs, "no_rope_layers", [1] * read.layers)
-    if read.family == "cohere2" or name == "EXAONE 4.0 32B":
+    if read.family in ("cohere2", "exaone_moe") or name == "EXAONE 4.0 32B":
         turning = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning]
     assert read.tied_embeddings == theirs.tie_word_embeddings

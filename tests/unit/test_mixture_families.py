@@ -8,7 +8,7 @@ import pytest
 
 from published_configs import A13B, MISTRAL4, PUBLISHED
 from published_configs import ERNIE_21B as ERNIE
-from published_dense import DOTS, GRANITE_MOE, SOLAR_OPEN
+from published_dense import DOTS, GRANITE_MOE, K_EXAONE, SOLAR_OPEN
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
 from rlhf_megatron.models.description import Experts, Routing, SharedExpert
 from rlhf_megatron.models.rope import AlphaScaling
@@ -28,6 +28,7 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         (MINIMAX, 228.7, 11.0),
         (DOTS, 142.8, 14.0),
         (SOLAR_OPEN, 102.6, 12.0),
+        (K_EXAONE, 236.0, 23.0),
         (GRANITE_MOE, 3.3, 0.88),
         (MISTRAL4, 119.0, 6.5),
     ],
@@ -38,6 +39,7 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         "MiniMax-M2.5",
         "dots.llm1",
         "Solar Open",
+        "K-EXAONE",
         "Granite 3.1 3B A800M",
         "Mistral Small 4",
     ],
@@ -127,6 +129,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MISTRAL4, {"rope_interleave": False}, "rope_interleave is False"),
     (MISTRAL4, {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
     (MISTRAL4, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of 128 experts"),
+    (K_EXAONE, {"architectures": ["Exaone4ForCausalLM"]}, "architectures is .*ExaoneMoeForCausalLM"),
+    (K_EXAONE, {"is_moe_layer": [True] * 48}, "is_moe_layer is .* as mlp_layer_types or first_k_dense_replace says"),
+    (K_EXAONE, {"first_last_k_dense_replace": 2}, "first_last_k_dense_replace is 2"),
+    (K_EXAONE, {"mlp_layer_types": ["sparse"] * 47 + ["dense"]}, "mlp_layer_types is .* dense layers, then sparse"),
+    (K_EXAONE, {"sliding_window": None}, "sliding_window is null"),
+    (K_EXAONE, {"num_experts": None}, "num_experts is"),
+    (K_EXAONE, {"swiglu_limits": [0] * 48}, "swiglu_limits is .* which this version does not know"),
     (SOLAR_OPEN, {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
     (SOLAR_OPEN, {"use_qk_norm": True}, "use_qk_norm is True"),
     (SOLAR_OPEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -144,6 +153,14 @@ def test_what_would_be_another_model_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=f"^here/config.json: {told}"):
         parse_architecture(config | change, "here")
+
+
+def test_layers_of_experts_by_their_list() -> None:
+    former = {"first_last_k_dense_replace": None, "is_moe_layer": None}
+    listed = K_EXAONE | former | {"mlp_layer_types": ["dense"] + ["sparse"] * 47, "first_k_dense_replace": 9}
+    read = parse_architecture(listed, "here")
+    assert read == parse_architecture(K_EXAONE, "here") and read.prediction_layers == 1
+    assert [rope is None for rope in read.layer_ropes] == [False, False, False, True] * 12
 
 
 def test_the_width_of_layers_that_are_not_there_may_be_absent() -> None:

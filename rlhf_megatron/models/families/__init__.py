@@ -18,6 +18,7 @@ _MODULES = {
     "ernie4_5": "ernie4_5",
     "ernie4_5_moe": "ernie4_5_moe",
     "exaone4": "exaone4",
+    "exaone_moe": "exaone_moe",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3_text",
