@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -469,7 +470,8 @@ def make_model(
         "pad_token_id": PAD,
     }
     head = {"num_labels": 1} if classifier else {}
-    config = (CONFIGS | WRAPPERS)[family](**(sizes | SPECIAL.get(family, {}) | head | fields))
+    # A copy: some classes write into the objects that they are given.
+    config = (CONFIGS | WRAPPERS)[family](**copy.deepcopy(sizes | SPECIAL.get(family, {}) | head | fields))
     kind = AutoModelForSequenceClassification if classifier else auto_class(config)
     model = kind.from_config(config, dtype=torch.float32)
     fill(model, seed)
