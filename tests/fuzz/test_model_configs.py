@@ -213,6 +213,7 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         assert [kind.feed_forward == "experts" for kind in read.layer_kinds] == sparse
         shared = read.experts.shared.feed_forward if read.experts.shared else 0
         always = 1 if read.family == "hunyuan_v1_moe" else getattr(theirs, "moe_num_shared_experts", 0)
+        always = getattr(theirs, "num_shared_experts", always)  # K-EXAONE's name
         count_shared = getattr(theirs, "n_shared_experts", always) * read.experts.feed_forward
         assert shared == getattr(theirs, "shared_expert_intermediate_size", count_shared)
         if read.experts.routing and read.family not in ("ernie4_5_moe", "minimax_m2"):  # which have no groups
