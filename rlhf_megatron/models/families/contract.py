@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,8 @@ from rlhf_megatron.topology.layout import Layout
 
 if TYPE_CHECKING:
     from rlhf_megatron.models.rotary import Rotary
+
+ReadConfig = Callable[[Path, Mapping[str, Any]], Architecture]  # as Family.read
 
 
 class Family(Protocol):

@@ -9,8 +9,9 @@ from typing import Any
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import FamilyFields, unsupported
-from rlhf_megatron.models.description import Architecture, Routing
+from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import grouped_experts, latent
+from rlhf_megatron.models.families.contract import ReadConfig
 from rlhf_megatron.models.families.decoder import NO_ATTENTION_BIAS, Decoder
 from rlhf_megatron.models.rope import YarnScaling
 from rlhf_megatron.untrusted import shown
@@ -44,7 +45,7 @@ class DeepseekV3(Decoder):
     def read_layers(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """Return the model of a ``config`` that says all that is not for others too to take for granted."""
         plain = with_latent_attention(path, config, super().read)
-        experts = grouped_experts.read_experts(path, config, Routing("sigmoid", corrected=True, counted_of_group=2))
+        experts = grouped_experts.read_experts(path, config, grouped_experts.CORRECTED_SIGMOID)
         return grouped_experts.with_experts(path, config, plain, experts)
 
     def rollout_problem(self, architecture: Architecture) -> str | None:
@@ -59,13 +60,13 @@ def tied_problem(architecture: Architecture) -> str | None:
     return f"tie_word_embeddings is true, and vLLM has an output layer of its own in {architecture.family}"
 
 
-def with_latent_attention(path: Path, config: Mapping[str, Any], read: Any) -> Architecture:
+def with_latent_attention(path: Path, config: Mapping[str, Any], read: ReadConfig) -> Architecture:
     """Return what ``read`` makes of the config, with latent attention whose pairs of turned numbers are neighbours.
 
     Raises ModelError for scalings of positions that transformers and vLLM compute differently in these models.
     """
     attention = latent.read_latent(path, config)
-    plain: Architecture = read(path, {**config, "head_dim": attention.turned})
+    plain = read(path, {**config, "head_dim": attention.turned})
     scaling = plain.rope.scaling
     if scaling is not None and not isinstance(scaling, YarnScaling):
         raise unsupported(path, "rope_type", (config.get("rope_scaling") or config["rope_parameters"]), "default, yarn")

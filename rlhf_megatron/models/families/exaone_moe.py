@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.models.config_fields import FamilyFields, size, unsupported
-from rlhf_megatron.models.description import Architecture, Routing
+from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import grouped_experts
 from rlhf_megatron.models.families.decoder import NO_ATTENTION_BIAS
 from rlhf_megatron.models.families.exaone4 import Exaone4
@@ -34,7 +34,7 @@ class ExaoneMoe(Exaone4):
         for field, value in zip(_FORMER, (dense, [layer >= dense for layer in range(plain.layers)]), strict=True):
             if config.get(field) not in (None, value):
                 raise unsupported(path, field, config[field], f"as {_KINDS} or {_DENSE} says")
-        experts = grouped_experts.read_experts(path, config, Routing("sigmoid", corrected=True, counted_of_group=2))
+        experts = grouped_experts.read_experts(path, config, grouped_experts.CORRECTED_SIGMOID)
         return grouped_experts.with_experts(path, config | {_DENSE: dense}, plain, experts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import FamilyFields, flag
-from rlhf_megatron.models.description import Architecture, Routing
+from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import grouped_experts
 from rlhf_megatron.models.families.decoder import Decoder
 from rlhf_megatron.models.families.mixture import EXPERT_TYPES
@@ -28,7 +28,7 @@ class Glm4Moe(Decoder):
         if config.get("head_dim") is None:
             raise ModelError(f"{shown(path)}: head_dim is missing; add it (vLLM takes it for granted)")
         config = _ABSENT | dict(config)
-        experts = grouped_experts.read_experts(path, config, Routing("sigmoid", corrected=True, counted_of_group=2))
+        experts = grouped_experts.read_experts(path, config, grouped_experts.CORRECTED_SIGMOID)
         plain = grouped_experts.with_experts(path, config, super().read(path, config), experts)
         norm, bias = flag(path, "use_qk_norm", config), flag(path, "attention_bias", config)
         return dataclasses.replace(plain, query_key_norm=norm, qkv_bias=bias)

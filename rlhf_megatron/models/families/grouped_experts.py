@@ -21,6 +21,7 @@ FIELDS = frozenset(
 )  # fmt: skip
 NEVER_NULL = ("n_routed_experts", "n_shared_experts", "routed_scaling_factor")
 NAMES = ExpertNames(shared="shared_experts")
+CORRECTED_SIGMOID = Routing("sigmoid", corrected=True, counted_of_group=2)  # DeepSeek-V3's choice
 
 
 def whole_number(path: Path, field: str, config: Mapping[str, Any], default: int = 0) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_megatron.models.config_fields import FamilyFields, number, unsupported
 from rlhf_megatron.models.description import Architecture
+from rlhf_megatron.models.families.contract import ReadConfig
 from rlhf_megatron.models.families.decoder import NO_ATTENTION_BIAS, Decoder
 from rlhf_megatron.models.rope import SCALINGS, YarnScaling
 
@@ -29,7 +30,7 @@ class Ministral3(Decoder):
         return with_growth(path, config, super().read)
 
 
-def with_growth(path: Path, config: Mapping[str, Any], read: Any) -> Architecture:
+def with_growth(path: Path, config: Mapping[str, Any], read: ReadConfig) -> Architecture:
     """Return what ``read`` makes of a config whose queries may grow: of rows in which they do not."""
     given = config.get("rope_parameters")
     if not isinstance(given, dict):
@@ -40,7 +41,7 @@ def with_growth(path: Path, config: Mapping[str, Any], read: Any) -> Architectur
     # The second is the same as the config's own field, and not read by transformers; an mscale of 0 is as none.
     left_out = {_GROWTH, "max_position_embeddings", *(name for name in _MSCALES if _is_zero(given.get(name)))}
     rope = {field: value for field, value in given.items() if field not in left_out}
-    plain: Architecture = read(path, {**config, "rope_parameters": rope})
+    plain = read(path, {**config, "rope_parameters": rope})
     if not isinstance(plain.rope.scaling, YarnScaling):
         raise unsupported(path, "rope_parameters.rope_type", given.get("rope_type"), "yarn")
     if not grows:

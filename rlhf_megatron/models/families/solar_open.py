@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.models.config_fields import LAYERS_LEFT_OUT, FamilyFields
-from rlhf_megatron.models.description import Architecture, Routing
+from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.families import grouped_experts
 from rlhf_megatron.models.families.bias_fields import BiasFields
 from rlhf_megatron.models.families.decoder import Decoder
@@ -26,7 +26,7 @@ class SolarOpen(Decoder):
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
         """See Family."""
         config = _ABSENT | dict(config)
-        experts = grouped_experts.read_experts(path, config, Routing("sigmoid", corrected=True, counted_of_group=2))
+        experts = grouped_experts.read_experts(path, config, grouped_experts.CORRECTED_SIGMOID)
         return grouped_experts.with_experts(path, config, super().read(path, config), experts)
 
     def rollout_problem(self, architecture: Architecture) -> str | None:
