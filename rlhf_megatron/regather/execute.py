@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,23 @@ class _Turn:
     receives: dict[int, list[Tensor]]
     unpack: RectangleCopies
     forwards: bool
+
+
+class _Places:
+    """Where tensors are, to see later whether they still are there."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._numbers = list(range(len(tensors)))
+
+    def hold(self, tensors: list[Tensor]) -> bool:
+        """Return whether ``tensors`` are there, with CUDA by torch's faster comparison of inputs of a graph."""
+        if len(tensors) != len(self._addresses):
+            return False
+        compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+        if compare is None:
+            return [tensor.data_ptr() for tensor in tensors] == self._addresses
+        return bool(compare(tensors, self._addresses, self._numbers))
 
 
 class Regather:
@@ -66,7 +83,7 @@ class Regather:
         travels = plan.without(peers.near) if peers else plan
         self._rounds = stage(travels, dtype, device, staging_bytes, direct_bytes if same_type else None)
         self.bytes_copied = 0
-        self._addresses: tuple[int, ...] = ()
+        self._places = _Places([])
         self._padding: list[Tensor] = []
         self._copies = RectangleCopies([], [])
         self._turns: list[_Turn] = []
@@ -106,7 +123,7 @@ class Regather:
             peers = {peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers}
             peers |= self._peers.near - {self.plan.rank} if self._peers else set()
             raise RegatherError(f"regathering: the exchange with ranks {sorted(peers)} failed ({error})") from error
-        if self._side_stream:
+        if self._side_stream and self._turns:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 
     def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
@@ -152,8 +169,8 @@ class Regather:
 
     def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Work out the copies between parameters and buffers, unless all are where they were the last time."""
-        addresses = (*map(Tensor.data_ptr, sources.values()), *map(Tensor.data_ptr, destinations.values()))
-        if addresses == self._addresses:
+        tensors = [*sources.values(), *destinations.values()]
+        if self._places.hold(tensors):
             return
         shared = {copy.destination_parameter for copy in self.plan.local if _is_view(copy, sources, destinations)}
         self._padding = _padding(self.plan, destinations, shared)
@@ -167,7 +184,7 @@ class Regather:
             receives, targets, unpacked = self._buffers(turn.receives, lambda copy: _target(copy, destinations))
             pack, unpack = RectangleCopies(packed, origins), RectangleCopies(targets, unpacked)
             self._turns.append(_Turn(pack, sends, receives, unpack, turn.forwards))
-        self._addresses = addresses
+        self._places = _Places(tensors)
 
     def _bind_copies(
         self, copies: list[Copy], sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]

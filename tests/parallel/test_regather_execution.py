@@ -190,7 +190,7 @@ def read_from(folder: str) -> dict[str, Any]:
     dist.barrier()
     other = in_files(folder, 1 - rank, shards(sources.blocks(1 - rank), checkpoint(a)))
     own = {name: tensor.data_ptr() for name, tensor in held.items()}
-    peers = PeerMemory(frozenset(range(2)), {1 - rank: other}, own, torch.zeros(1), lambda: None)
+    peers = PeerMemory(frozenset(range(2)), {1 - rank: other}, own, dist.barrier, [])
     regather = Regather(plan, torch.float32, "cpu", peers=peers)
     targets = {name: torch.full_like(v, torch.nan) for name, v in shards(wanted.blocks(rank), checkpoint(a)).items()}
     wrong = 0
