@@ -127,17 +127,15 @@ def _barrier(own: Tensor, theirs: Mapping[int, Tensor]) -> Callable[[], None]:
     """
     from cuda.bindings import driver
 
-    writes = [tensor.data_ptr() for tensor in theirs.values()]
-    waits = [own[rank:].data_ptr() for rank in theirs]
     calls = itertools.count(1)
     not_smaller = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 
     def barrier() -> None:
         stream, call = torch.cuda.current_stream().cuda_stream, next(calls)
-        for address in writes:
-            _driver("cuStreamWriteValue32", stream, address, call, 0)
-        for address in waits:
-            _driver("cuStreamWaitValue32", stream, address, call, not_smaller)
+        for place in theirs.values():
+            _driver("cuStreamWriteValue32", stream, place.data_ptr(), call, 0)
+        for rank in theirs:
+            _driver("cuStreamWaitValue32", stream, own.data_ptr() + rank * own.itemsize, call, not_smaller)
 
     return barrier
 
