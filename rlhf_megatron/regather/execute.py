@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
 from rlhf_megatron.models.weight_source import window
+from rlhf_megatron.regather.first_copies import FIRST_BYTES, split_off_first
 from rlhf_megatron.regather.peer_memory import PeerMemory, spread_over_sources
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTES, Half, stage
@@ -49,6 +50,25 @@ class _Places:
         return bool(compare(tensors, self._addresses, self._numbers))
 
 
+class _FirstCopies:
+    """Copies of some parameters, which start when these are found where they were, before others are looked for."""
+
+    def __init__(
+        self, copies: RectangleCopies, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
+    ) -> None:
+        self.copies = copies
+        self._names = list(sources), list(destinations)
+        self._places = _Places([*sources.values(), *destinations.values()])
+
+    def start(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
+        """Start the copies and return True, unless a parameter is elsewhere: then do nothing."""
+        held, filled = self._names
+        if not self._places.hold([*(sources[name] for name in held), *(destinations[name] for name in filled)]):
+            return False
+        self.copies.run()
+        return True
+
+
 class Regather:
     """A plan made ready for one rank; ``run`` may be called any number of times, and allocates in the first alone.
 
@@ -66,12 +86,14 @@ class Regather:
         direct_bytes: int | None = DIRECT_BYTES,
         source_dtype: torch.dtype | None = None,
         peers: PeerMemory | None = None,
+        first_bytes: int = FIRST_BYTES,
     ) -> None:
         """Compare the plans of all ranks and allocate at most ``staging_bytes``; collective over the world.
 
         ``dtype`` is the destinations', ``source_dtype`` the sources', the same by default: numbers are cast before they
         travel. Where none are, contiguous pieces of ``direct_bytes`` or more travel without a buffer (None: never).
-        All are alike on all ranks. What ``peers`` has is read where it is, and does not travel.
+        All are alike on all ranks. What ``peers`` has is read where it is, and does not travel. ``first_bytes`` of the
+        largest parameters, at most half of all, are copied while the addresses of the others are compared.
 
         Raises RegatherError on every rank where two ends of a transfer plan differently.
         """
@@ -83,8 +105,10 @@ class Regather:
         travels = plan.without(peers.near) if peers else plan
         self._rounds = stage(travels, dtype, device, staging_bytes, direct_bytes if same_type else None)
         self.bytes_copied = 0
+        self._first_elements = first_bytes // dtype.itemsize
         self._places = _Places([])
         self._padding: list[Tensor] = []
+        self._first = _FirstCopies(RectangleCopies([], []), {}, {})
         self._copies = RectangleCopies([], [])
         self._turns: list[_Turn] = []
         self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
@@ -109,21 +133,16 @@ class Regather:
         its source already is not touched: it has the source's padding too. On a GPU the copies are on their way when
         this returns, in order on the current stream. Raises RegatherError where a peer is gone.
         """
-        self._bind(sources, destinations)
-        for rows in self._padding:
-            rows.zero_()
         try:
-            if self._peers is None:
-                with self._beside() if self._turns else contextlib.nullcontext():
-                    self._copies.run()
-            else:
-                self._read(self._peers)
+            self._copy(sources, destinations)
             self._exchange()
+        except RegatherError:
+            raise
         except RuntimeError as error:
             peers = {peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers}
             peers |= self._peers.near - {self.plan.rank} if self._peers else set()
             raise RegatherError(f"regathering: the exchange with ranks {sorted(peers)} failed ({error})") from error
-        if self._side_stream and self._turns:
+        if self._side_stream and self._rounds and not self._peers:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 
     def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
@@ -131,15 +150,26 @@ class Regather:
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
         verify_weights(self.plan.forwarding, self._dtype, self._transport, destinations, destinations)
 
-    def _read(self, peers: PeerMemory) -> None:
-        """Take what the node's ranks have, when they have finished it and before they change it again.
+    def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Take what this rank has, and what the node's ranks have, when they have finished it and before they change it
+        again.
 
-        One kernel takes this rank's too, in turn with the others': a link leaves the memory time for both, but of two
-        kernels the second begins when the first one's programs leave it room.
+        One kernel takes both, in turn: a link leaves the memory time for both, but of two kernels the second begins
+        when the first one's programs leave it room. While the largest parameters are copied, the rest is compared.
         """
-        peers.barrier()
-        self._copies.run()
-        peers.barrier()
+        if self._peers:
+            self._peers.barrier()
+        with self._beside():
+            started = self._first.start(sources, destinations)
+        moved = self._bind(sources, destinations)
+        for rows in self._padding:
+            rows.zero_()
+        with self._beside():
+            if moved or not started:
+                self._first.copies.run()
+            self._copies.run()
+        if self._peers:
+            self._peers.barrier()
 
     def _exchange(self) -> None:
         """Pack a round while the one before it travels, then unpack that one; forwards when all has arrived."""
@@ -159,24 +189,24 @@ class Regather:
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Use a stream of its own on a GPU, so that copies within the rank do not hold up what travels."""
-        if self._side_stream is None:
+        """Use a stream of its own on a GPU where messages travel: copies within the rank do not hold them up."""
+        if self._side_stream is None or self._peers or not self._rounds:
             yield
             return
         self._side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side_stream):
             yield
 
-    def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        """Work out the copies between parameters and buffers, unless all are where they were the last time."""
+    def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
+        """Work out the copies between parameters and buffers, unless all are where they were the last time: False."""
         tensors = [*sources.values(), *destinations.values()]
         if self._places.hold(tensors):
-            return
+            return False
         shared = {copy.destination_parameter for copy in self.plan.local if _is_view(copy, sources, destinations)}
         self._padding = _padding(self.plan, destinations, shared)
         local = [copy for copy in self.plan.local if copy.destination_parameter not in shared]
         self.bytes_copied = sum(copy.elements for copy in local) * self._dtype.itemsize
-        self._copies = self._bind_copies(local, sources, destinations)
+        self._first, self._copies = self._bind_copies(local, sources, destinations)
         self._turns = []
         for turn in self._rounds:
             held = destinations if turn.forwards else sources
@@ -185,10 +215,11 @@ class Regather:
             pack, unpack = RectangleCopies(packed, origins), RectangleCopies(targets, unpacked)
             self._turns.append(_Turn(pack, sends, receives, unpack, turn.forwards))
         self._places = _Places(tensors)
+        return True
 
     def _bind_copies(
         self, copies: list[Copy], sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
-    ) -> RectangleCopies:
+    ) -> tuple[_FirstCopies, RectangleCopies]:
         """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay."""
         held = {self.plan.rank: sources}
         if self._peers:
@@ -198,8 +229,18 @@ class Regather:
             held |= self._peers.parameters
             read = [copy for copy in self.plan.receives if copy.source in self._peers.near]
             copies = spread_over_sources([*copies, *read])
-        origins = [_origin(copy, held[copy.source]) for copy in copies]
-        return RectangleCopies([_target(copy, destinations) for copy in copies], origins)
+        first, rest = split_off_first(copies, self._first_elements)
+        if self._peers:
+            first, rest = spread_over_sources(first), spread_over_sources(rest)
+        bound = [
+            RectangleCopies(
+                [_target(copy, destinations) for copy in part], [_origin(copy, held[copy.source]) for copy in part]
+            )
+            for part in (first, rest)
+        ]
+        own = {copy.source_parameter: sources[copy.source_parameter] for copy in first if copy.source == self.plan.rank}
+        filled = {copy.destination_parameter: destinations[copy.destination_parameter] for copy in first}
+        return _FirstCopies(bound[0], own, filled), bound[1]
 
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]

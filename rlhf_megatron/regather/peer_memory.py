@@ -128,14 +128,16 @@ def _barrier(own: Tensor, theirs: Mapping[int, Tensor]) -> Callable[[], None]:
     from cuda.bindings import driver
 
     calls = itertools.count(1)
+    places, awaited = list(theirs.values()), [own[rank:] for rank in theirs]  # tensors, which keep the memory
+    write, wait = driver.cuStreamWriteValue32, driver.cuStreamWaitValue32
     not_smaller = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 
     def barrier() -> None:
         stream, call = torch.cuda.current_stream().cuda_stream, next(calls)
-        for place in theirs.values():
-            _driver("cuStreamWriteValue32", stream, place.data_ptr(), call, 0)
-        for rank in theirs:
-            _driver("cuStreamWaitValue32", stream, own.data_ptr() + rank * own.itemsize, call, not_smaller)
+        for place in places:
+            _value_of("cuStreamWriteValue32", write(stream, place.data_ptr(), call, 0))
+        for place in awaited:
+            _value_of("cuStreamWaitValue32", wait(stream, place.data_ptr(), call, not_smaller))
 
     return barrier
 
@@ -192,8 +194,12 @@ def _driver(name: str, *arguments: Any) -> Any:
     """Call a function of CUDA's driver; raises OSError where it fails."""
     from cuda.bindings import driver
 
-    error, *values = getattr(driver, name)(*arguments)
-    if error != driver.CUresult.CUDA_SUCCESS:
+    return _value_of(name, getattr(driver, name)(*arguments))
+
+
+def _value_of(name: str, result: Sequence[Any]) -> Any:
+    error, *values = result
+    if int(error):  # all but CUDA_SUCCESS
         raise OSError(f"{name}: {error.name}")
     return values[0] if len(values) == 1 else values
 

@@ -91,14 +91,33 @@ def many_regatherings() -> dict[str, Any]:
         expected = shards(wanted.blocks(rank), tensors)
         wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
     regather.verify(held, targets)
+    moved = places != [tensor.data_ptr() for tensor in targets.values()]
     return {
-        "wrong": wrong,
-        "moved": places != [tensor.data_ptr() for tensor in targets.values()],
+        "wrong": wrong + wrong_where_one_moves(regather, held, targets, expected),
+        "moved": moved,
         "operations": sorted(operations.seen),
         "staging": regather.staging_bytes,
         "cast": casts_as_torch_does(a, plan, held, wanted.blocks(rank), tensors),
         "damage": what_damage_says(plan, held, targets),
     }
+
+
+def wrong_where_one_moves(
+    regather: Regather, held: dict[str, Tensor], targets: dict[str, Tensor], expected: dict[str, Tensor]
+) -> int:
+    """Return how many parameters are wrong after others have moved, one before each run: first ones, and others."""
+    wrong = 0
+    for name in [*targets, *held]:
+        for tensors in (held, targets):
+            old = tensors.get(name)
+            if old is not None:
+                tensors[name] = old.clone()
+                old.fill_(torch.nan)
+        for tensor in targets.values():
+            tensor.fill_(torch.nan)
+        regather.run(held, targets)
+        wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
+    return wrong
 
 
 def casts_as_torch_does(
@@ -202,6 +221,10 @@ def read_from(folder: str) -> dict[str, Any]:
         expected = shards(wanted.blocks(rank), tensors)
         wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
     regather.verify(held, targets)
+    for name in expected:
+        targets[name] = torch.full_like(targets[name], torch.nan)
+        regather.run(held, targets)
+        wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
     moved = next(iter(own))
     held[moved] = held[moved].clone()
     try:
