@@ -37,11 +37,14 @@ LATENT = {
         ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True, True),
         ("qwen3_moe", {"data": 2, "expert": 2}, {"tensor": 2}, True, False),
         ("qwen3_moe", {"tensor": 2}, {"tensor": 2, "expert_parallel": True}, True, True),
+        ("qwen3", {"tensor": 2, "pipeline": 2}, {"tensor": 4}, True, True),
+        ("qwen3_moe", {"data": 4, "expert": 4}, {"tensor": 2}, True, True),
     ],
     ids=[
         *("TP1 to TP1 with CUDA graphs", "TP2 to TP1x2", "TP2 to TP1x2 by messages", "TP1x2 to TP2", "PP2 to TP1x2"),
         *("experts with CUDA graphs", "correction biases with CUDA graphs", "latent attention with CUDA graphs"),
         *("latent attention, PP2 to TP2", "EP2 to TP2", "EP2 to TP2 by messages", "TP2 to TP2 with whole experts"),
+        *("four ranks, TP2 PP2 to TP4", "four ranks, EP4 to TP2x2"),
     ],
 )
 def test_vllm_follows_the_trainer(
@@ -49,7 +52,7 @@ def test_vllm_follows_the_trainer(
 ) -> None:
     world = Layout(**layout).size
     alone = torch.cuda.device_count() >= world
-    skip_without_gpus(rollout_layout["tensor"])
+    skip_without_gpus(world if world > 2 else rollout_layout["tensor"])
     fields = LATENT if family.startswith("deepseek") else {}
     folder = make_model(tmp_path / "model", family, tied="tensor" in layout, vocabulary=250, **fields)
     prompts = random_rows(32, 250, seed=3)[0]
