@@ -20,7 +20,7 @@ from rlhf_megatron.models.hf_export import write_safetensors
 from rlhf_megatron.models.hf_files import check_type, open_weights
 from rlhf_megatron.models.lora import FACTORS, Adaptation, adapted_shapes, factor_of, factor_shapes, module_of
 from rlhf_megatron.models.stacked import Stacked, joint_experts
-from rlhf_megatron.models.weight_map import Region, is_expert, stacked_tensors, tensor_shapes
+from rlhf_megatron.models.weight_map import Region, is_expert, joins_adapters, stacked_tensors, tensor_shapes
 from rlhf_megatron.runtime.finite import nonfinite
 from rlhf_megatron.untrusted import read_json, reason_of, shown
 
@@ -115,7 +115,7 @@ def write_factors(
     """
     config = _config_of(base)
     wrapper = wrapper_of(config)
-    is_joint = wrapper is not None and wrapper.joint_adapters
+    is_joint = joins_adapters(architecture) or (wrapper is not None and wrapper.joint_adapters)
     wrapped = wrapped_factors(factors, wrapped_stacks(architecture, adaptation, is_joint=is_joint))
     prefix = PEFT_PREFIX + module_prefix(config)
     named = {prefix + name.removeprefix(_DECODER): each for name, each in wrapped.items()}

@@ -22,6 +22,7 @@ __all__ = [
     "expert_of",
     "has_rollout_table",
     "is_expert",
+    "joins_adapters",
     "layer_of",
     "megatron_blocks",
     "rollout_blocks",
@@ -76,6 +77,11 @@ def megatron_blocks(
 ) -> list[Block]:
     """Return the blocks of the rank at ``position`` of a Megatron layout. Data-parallel ranks hold the same."""
     return FAMILIES[architecture.family].megatron_blocks(architecture, layout, position, implementation)
+
+
+def joins_adapters(architecture: Architecture) -> bool:
+    """Return whether PEFT reads the adapters of a layer's experts joined alone (``families.contract``)."""
+    return FAMILIES[architecture.family].joint_adapters
 
 
 def has_rollout_table(architecture: Architecture) -> bool:

@@ -126,6 +126,23 @@ MORE_CASES: dict[str, tuple[Case, list[str]]] = {
     ),
     "names of Mixtral's, EP2": (Case("mixtral", False, {"data": 2, "expert": 2}), [*ATTENTION, "w1", "w3", "w2"]),
     "experts with biases, one rank": (Case("gpt_oss", False, {}), ["gate_up_proj", "down_proj"]),
+    "no gates, TP2": (Case("apertus", False, {"tensor": 2}, SEQUENCE), [*ATTENTION, "up_proj", "down_proj"]),
+    "latent attention without experts, TP2": (Case("youtu", True, {"tensor": 2}), [*LATENT, "gate_proj", "down_proj"]),
+    "latent attention, scaled by position, EP2": (
+        Case("mistral4", False, {"data": 2, "expert": 2}),
+        [*LATENT, "gate_proj", "up_proj", "down_proj"],
+    ),
+    "latent attention, of images and text, EP2": (
+        Case("mistral3:mistral4", False, {"data": 2, "expert": 2}),
+        [*LATENT, "gate_proj", "up_proj", "down_proj"],
+    ),
+    "experts of Kimi's images and text, EP2": (
+        # The experts' sum counts 2.5 times, and so does what merging rounds.
+        Case("kimi_k25", False, {"data": 2, "expert": 2}, weights_within=2e-5),
+        [*LATENT, "gate_proj", "up_proj", "down_proj"],
+    ),
+    "experts in every layer, EP2": (Case("solar_open", False, {"data": 2, "expert": 2}), ALL),
+    "windows and experts, EP2": (Case("exaone_moe", False, {"data": 2, "expert": 2}), ALL),
     "delta nets, one rank": (Case("qwen3_5_text", True, {}, **ROUNDED), ALL + DELTA),
     "delta nets, TP2": (Case("qwen3_5_text", False, {"tensor": 2}, **ROUNDED), ALL + DELTA),
     "delta nets, CP2": (Case("qwen3_5_text", False, {"context": 2}, **ROUNDED), ALL + DELTA),

@@ -51,6 +51,11 @@ class Family(Protocol):
         """Return those tensors of the checkpoint that stack several of ``tensor_shapes``, by their names there."""
         ...
 
+    @property
+    def joint_adapters(self) -> bool:
+        """True if PEFT reads the adapters of a layer's experts joined alone, and not those of single experts."""
+        ...
+
     # ---- trainer
 
     def layer_spec(

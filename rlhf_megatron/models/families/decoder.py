@@ -92,6 +92,7 @@ class Decoder:
     vllm_mixes_windows: bool = False
     vllm_has_output_bias: bool = True
     has_rollout_table: bool = True
+    joint_adapters: bool = False
 
     # ---- description
 

@@ -70,4 +70,5 @@ FAMILY = Mistral4(
     max_positions=1048576,
     scalings={"yarn": SCALINGS["yarn"]},
     has_rollout_table=False,
+    joint_adapters=True,
 )
