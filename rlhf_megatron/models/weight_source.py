@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.models.architecture import Architecture, ModelError
-from rlhf_megatron.models.families.delta_net_tensors import OUTPUT_NORM
+from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.weight_map import SCORE, Block, Region, tensor_shapes
 from rlhf_megatron.runtime.finite import are_finite, nonfinite
 from rlhf_megatron.runtime.watchdog import watchdog
-
-_XIELU = {".act_fn.beta": 0.5, ".act_fn.eps": -1e-6}  # what is not trained of an activation that learns
 
 
 class WeightSource(Protocol):
@@ -41,19 +39,16 @@ class RandomWeights:
 
     def __init__(self, architecture: Architecture, seed: int, device: torch.device) -> None:
         self._shapes, self._seed, self._device = tensor_shapes(architecture), seed, device
-        self._of_norms = 0.0 if architecture.zero_centred_norms else 1.0
+        values = {"norm.weight": 0.0 if architecture.zero_centred_norms else 1.0, "bias": 0.0}
+        self._values = {**FAMILIES[architecture.family].initial_values, **values}  # the first that fits counts
 
     def read(self, tensor: str, region: Region) -> Tensor:
         """Return ``tensor[region]`` in float32; the whole tensor is drawn so that every layout sees the same
         numbers."""
         shape = self._shapes[tensor]
-        if tensor.endswith("norm.weight"):
-            plain = tensor.endswith(OUTPUT_NORM)
-            whole = torch.full(shape, 1.0 if plain else self._of_norms, device=self._device)
-        elif tensor.endswith("bias"):
-            whole = torch.zeros(shape, device=self._device)
-        elif not shape:
-            whole = torch.tensor(_XIELU[tensor[tensor.rindex(".act_fn.") :]], device=self._device)
+        value = next((value for end, value in self._values.items() if tensor.endswith(end)), None)
+        if value is not None:
+            whole = torch.full(shape, value, device=self._device)
         else:
             digest = hashlib.sha256(f"{self._seed}/{tensor}".encode()).digest()
             generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))

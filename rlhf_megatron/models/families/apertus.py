@@ -82,4 +82,5 @@ FAMILY = Apertus(
     norm_epsilon=1e-5,
     rope_theta=12_000_000.0,
     has_rollout_table=False,
+    initial_values={".act_fn.beta": 0.5, ".act_fn.eps": -1e-6},  # which are not trained
 )

@@ -52,6 +52,11 @@ class Family(Protocol):
         ...
 
     @property
+    def initial_values(self) -> Mapping[str, float]:
+        """What random weights of some tensors all are, by the end of the name, where other families have others."""
+        ...
+
+    @property
     def joint_adapters(self) -> bool:
         """True if PEFT reads the adapters of a layer's experts joined alone, and not those of single experts."""
         ...

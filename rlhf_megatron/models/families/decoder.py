@@ -93,6 +93,7 @@ class Decoder:
     vllm_has_output_bias: bool = True
     has_rollout_table: bool = True
     joint_adapters: bool = False
+    initial_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     # ---- description
 

@@ -34,6 +34,9 @@ class DeltaDecoder(Decoder):
     query_key_norm: bool = True
     partial_rotary: bool = True
     zero_centred_norms: bool = True
+    initial_values: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: {delta_net_tensors.OUTPUT_NORM: 1.0}
+    )
     has_rollout_table: bool = False
 
     def read(self, path: Path, config: Mapping[str, Any]) -> Architecture:
