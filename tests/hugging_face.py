@@ -32,6 +32,8 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -85,6 +87,13 @@ for _modeling in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
 
 _VISION = {
     "gemma3": {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "gemma4": {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "position_embedding_size": 16,
+    },
     "kimi_k25": {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4},
     "mistral3": {
         "model_type": "pixtral",
@@ -116,6 +125,8 @@ def _wrapping(kind: type, vision: str, language: str = "") -> Callable[..., Any]
 
 WRAPPERS = {
     "gemma3": _wrapping(Gemma3Config, "gemma3"),
+    "gemma4": _wrapping(Gemma4Config, "gemma4"),
+    "gemma4:experts": _wrapping(Gemma4Config, "gemma4"),
     "glm4v": _wrapping(Glm4vConfig, "glm4v"),
     "glm4v_moe": _wrapping(Glm4vMoeConfig, "glm4v"),
     "kimi_k25": _wrapping(Kimi_K25Config, "kimi_k25", "kimi_k2"),
@@ -147,6 +158,8 @@ CONFIGS = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "gemma4_text": Gemma4TextConfig,
+    "gemma4_text_experts": Gemma4TextConfig,
     "glm": GlmConfig,
     "glm4": Glm4Config,
     "glm4_moe": Glm4MoeConfig,
@@ -257,6 +270,26 @@ _GEMMA3 = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
     },
 }
+_GEMMA4 = {
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 3.0,
+    "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_global_key_value_heads": 2,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    },
+    "sliding_window": WINDOW,
+}
+_GEMMA4_EXPERTS = _GEMMA4 | {
+    "enable_moe_block": True,
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "top_k_experts": 2,
+}
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.2,
@@ -300,6 +333,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
+    "gemma4": _GEMMA4,
+    "gemma4:experts": _GEMMA4_EXPERTS,
+    "gemma4_text": _GEMMA4,
+    "gemma4_text_experts": _GEMMA4_EXPERTS,
     "glm4_moe_lite": _LATENT | _GROUPED | {"rms_norm_eps": 1e-6},  # transformers' of latents
     "glm4_moe": _GROUPED
     | {"attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5},
@@ -423,6 +460,7 @@ VARIANTS = {
     "exaone4_full",
     "deepseek_v2_lite",
     "deepseek_v3_plain",
+    "gemma4_text_experts",
     "granitemoehybrid_plain",
     "llama3",
     "llama_attention_biases",
@@ -518,16 +556,34 @@ def name_as_published(folder: Path) -> None:
 
 
 def fill(model: Any, seed: int = 0) -> None:
-    """Give every weight of a model another random value, also those of norms, biases and correction biases."""
+    """Give every weight of a model another random value, also those of norms, biases and what is not trained."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # Norms about the factor 1, from which some count their weights.
-            parameter.copy_(parameter + 0.1 * noise if "norm" in name else 0.08 * noise)
+            # Norms, and what is like them, about the factor 1, from which some count their weights.
+            is_factor = "norm" in name or name.endswith(("router.scale", "router.per_expert_scale"))
+            parameter.copy_(parameter + 0.1 * noise if is_factor else 0.08 * noise)
+            if model.config.model_type.startswith("gemma4"):
+                _scale_as_gemma4(name, parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.8 + 0.1 * torch.randn(buffer.shape, generator=generator))
+
+
+def _scale_as_gemma4(name: str, parameter: Tensor) -> None:
+    """Give products of normed vectors the spread that they have in other models.
+
+    Those of a query and a key have one of sqrt(head_dim), 6 and 8 here, by which nothing divides them: softmax would be
+    nearly one-hot, and two steps of transformers' own in float32 1e-4 from those in float64, not 6e-6. What a router
+    multiplies is divided by sqrt(hidden), so that its scores would be within a few hundredths of each other.
+    """
+    if name.endswith("q_norm.weight"):
+        parameter.mul_(len(parameter) ** -0.5)
+    if name.endswith("router.scale"):
+        parameter.mul_(len(parameter) ** 0.5)
 
 
 def auto_class(config: Any) -> Any:

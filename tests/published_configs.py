@@ -80,11 +80,64 @@ KIMI_K25 = {
         "num_hidden_layers": 27, "patch_size": 14, "pos_emb_height": 64, "pos_emb_time": 4, "pos_emb_width": 64,
     },
 }  # fmt: skip
+_WINDOWS_AND_FULL = [*["sliding_attention"] * 5, "full_attention"]
+_GEMMA4_TEXT = {
+    "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "bos_token_id": 2,
+    "dtype": "bfloat16", "enable_moe_block": False, "eos_token_id": 1, "expert_intermediate_size": None,
+    "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02, "intermediate_size": 21504, "layer_types": _WINDOWS_AND_FULL * 10,
+    "max_position_embeddings": 262144, "model_type": "gemma4_text", "moe_intermediate_size": None,
+    "num_attention_heads": 32, "num_experts": None, "num_global_key_value_heads": 4, "num_hidden_layers": 60,
+    "num_key_value_heads": 16, "num_kv_shared_layers": 0, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": None,
+    "use_bidirectional_attention": "vision", "use_cache": True, "use_double_wide_mlp": False, "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+_GEMMA4_26B_TEXT = _GEMMA4_TEXT | {
+    "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112, "layer_types": _WINDOWS_AND_FULL * 5,
+    "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30, "num_key_value_heads": 8, "top_k_experts": 8,
+}  # fmt: skip
+_GEMMA4_E2B_TEXT = _GEMMA4_TEXT | {
+    "attention_k_eq_v": False, "hidden_size": 1536, "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7, "max_position_embeddings": 131072,
+    "num_attention_heads": 8, "num_global_key_value_heads": None, "num_hidden_layers": 35, "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20, "sliding_window": 512, "use_bidirectional_attention": None,
+    "use_double_wide_mlp": True,
+}  # fmt: skip
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "audio_token_id": 258881,
+    "boa_token_id": 256000, "boi_token_id": 255999, "dtype": "bfloat16", "eoa_token_id": 258883,
+    "eoa_token_index": 258883, "eoi_token_id": 258882, "eos_token_id": [1, 106], "image_token_id": 258880,
+    "initializer_range": 0.02, "model_type": "gemma4", "text_config": _GEMMA4_TEXT, "tie_word_embeddings": True,
+    "transformers_version": "5.5.0.dev0", "video_token_id": 258884,
+    "vision_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "default_output_length": 280, "dtype": "bfloat16",
+        "global_head_dim": 72, "head_dim": 72, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "intermediate_size": 4304, "max_position_embeddings": 131072, "model_type": "gemma4_vision",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16, "patch_size": 16,
+        "pooling_kernel_size": 3, "position_embedding_size": 10240, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"}, "standardize": True,
+        "use_clipped_linears": False,
+    },
+    "vision_soft_tokens_per_image": 280,
+}  # fmt: skip
+GEMMA4_26B = GEMMA4_31B | {"text_config": _GEMMA4_26B_TEXT}
+GEMMA4_E2B = GEMMA4_31B | {
+    "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio", "num_hidden_layers": 12},
+    "text_config": _GEMMA4_E2B_TEXT,
+}
 # A classifier has no logprobs.
 _FIELDS = {name: config for name, config in published_fields.PUBLISHED.items() if name != "a reward model"}
 PUBLISHED = _FIELDS | PUBLISHED | {"Hunyuan-A13B-Instruct": A13B, "ERNIE-4.5-21B-A3B": ERNIE_21B}
 PUBLISHED |= {"Mistral-Small-4-119B": SMALL4, "Mistral-Small-4-119B, its language model": MISTRAL4}
 PUBLISHED["Kimi-K2.5, not quantised"] = KIMI_K25
+PUBLISHED |= {"gemma-4-31B-it": GEMMA4_31B, "gemma-4-26B-A4B-it": GEMMA4_26B, "gemma-4-E2B-it": GEMMA4_E2B}
 
 # But for those whose factors of LongRoPE are not the published ones, and for what the file has.
 _ELSEWHERE = ("EXAONE 4.0 32B", "Phi-3.5 mini", "Phi-4", "Phi-4 mini")
@@ -94,7 +147,7 @@ PUBLISHED |= {name: config for name, config in published_dense.PUBLISHED.items()
 PUBLISHED |= {
     f"{name}, its language model": config["text_config"]
     for name, config in PUBLISHED.items()
-    if config["model_type"].startswith("qwen3_5")
+    if config["model_type"].startswith("qwen3_5") or name in ("gemma-4-31B-it", "gemma-4-26B-A4B-it")
 }
 
 LAYERS, HEADS, HEAD, EXPERTS, CHOSEN, VOCABULARY, WINDOW = 6, 4, 32, 16, 3, 250, 4
@@ -108,12 +161,13 @@ _SIZES = {
     "kv_lora_rank": 32, "q_lora_rank": 24, "qk_head_dim": HEAD,
     "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "rotary_dim": HEAD // 2,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
+    "eos_token_id": 2, "pad_token_id": 0, "global_head_dim": 2 * HEAD, "num_global_key_value_heads": 1,
+    "top_k_experts": CHOSEN,
 }  # fmt: skip
 _TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id"}
 _VISION_SIZES = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_heads": 2,
-    "num_hidden_layers": 1, "num_position_embeddings": 16, "out_hidden_size": HEADS * HEAD,
+    "num_hidden_layers": 1, "num_key_value_heads": 2, "num_position_embeddings": 16, "out_hidden_size": HEADS * HEAD,
 }  # fmt: skip
 
 

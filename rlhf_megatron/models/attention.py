@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from rlhf_megatron.models.description import WIDEST_HEAD
 from rlhf_megatron.models.head_exchange import heads_for_tokens, permuted, tokens_for_heads
 from rlhf_megatron.models.interval_attention import can_attend, interval_attention, intervals
 
@@ -177,9 +178,12 @@ def causal_attention(
         mask = (token <= position[..., None])[:, None] if mask is None else mask
         out = _explicit_attention(query, key, value, mask, scale, soft_cap, sinks)
     else:
-        grouped = query.size(1) != key.size(1)
+        shared_by = query.size(1) // key.size(1)
+        if shared_by > 1 and query.size(-1) > WIDEST_HEAD:
+            # torch's one fused kernel for such heads takes as many keys as queries; else all products exist at once.
+            key, value, shared_by = *(part.repeat_interleave(shared_by, dim=1) for part in (key, value)), 1
         out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared_by > 1
         )
     return out.transpose(1, 2)[of_queries]
 

@@ -142,6 +142,7 @@ class FamilyFields:
     ``read``: what its file reads. ``types``: fields without effect, by the types that transformers wants to see.
     ``only``: fields and the one value of each that is supported, which is what an absent field means.
     ``never_null``: fields that transformers' class of this kind refuses as null.
+    ``may_be_null``: fields that it takes as null, unlike others.
     ``absent``: sizes that transformers takes for absent fields, where it does not derive them from others.
     ``former_class``: another name that folders have for the class of the language model.
     ``native``: folders have the makers' code too (``auto_map``), in place of which transformers and vLLM have theirs.
@@ -151,6 +152,7 @@ class FamilyFields:
     types: Mapping[str, tuple[type, ...]] = dataclasses.field(default_factory=dict)
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     never_null: tuple[str, ...] = ()
+    may_be_null: tuple[str, ...] = ()
     absent: Mapping[str, int] = dataclasses.field(default_factory=dict)
     native: bool = False
     former_class: str = ""
@@ -184,9 +186,9 @@ def check_fields(path: Path, config: Mapping[str, Any], own: FamilyFields) -> No
     single = {field: value for field, value in _ONLY.items() if field not in own.read} | dict(own.only)
     types = {field: kinds for field, kinds in _TYPES.items() if field not in own.read} | dict(own.types)
     read = DECODER_FIELDS | own.read
-    never_null = _NEVER_NULL.union(own.never_null)
+    never_null = _NEVER_NULL.union(own.never_null).difference(own.may_be_null)
     for field, value in config.items():
-        if field in _OF_THE_CLASS:
+        if field in _OF_THE_CLASS - own.read:
             raise ModelError(
                 f"{shown(path)}: {field} is {brief(value)}, and is not for a config.json to say; remove it"
             )

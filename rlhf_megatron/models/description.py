@@ -14,6 +14,7 @@ from rlhf_megatron.topology.layout import Layout
 
 Head = Literal["language", "scalar"]
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
+WIDEST_HEAD = 256  # of fused attention that takes fewer key-value heads than queries, on GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Experts:
     The router's weights are a softmax over all experts, or what ``routing`` says; with ``normalized`` those of the
     chosen are made to sum to 1. ``biased``: the router and every matrix of an expert have biases.
     ``limit``: gate and up are clamped to it in gpt-oss' activation; None: it is another.
+    ``beside_dense``: ``shared`` is a dense feed-forward layer; it and the chosen ones have norms before and after. The
+    router reads what is before them, normed and times weights, and each expert has a factor that is learned.
     """
 
     count: int
@@ -59,6 +62,7 @@ class Experts:
     routing: Routing | None = None
     biased: bool = False
     limit: float | None = None
+    beside_dense: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +130,18 @@ class DeltaNet:
 
 
 @dataclasses.dataclass(frozen=True)
+class FullHeads:
+    """The heads of layers without a window, where those with one have others.
+
+    ``keys_are_values``: a value is its key before norm and positions, and has no matrix of its own.
+    """
+
+    key_value_heads: int
+    head_dim: int
+    keys_are_values: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerKind:
     """The parts of one decoder layer; layers of a kind have the same modules, tensors and cost.
 
@@ -155,6 +171,9 @@ class Architecture:
     ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
     ``plain_mlp``: dense feed-forward layers have no gate: one matrix up, the activation, one down.
     ``latent``: attention is latent attention; ``head_dim`` is then the part of a head that turns.
+    ``full_heads``: heads of layers without a window; None: they are those of the others. See ``of_kind``.
+    ``keys_are_values``: see ``FullHeads``. ``value_norm``: of each head's values, without weights.
+    ``layer_scalars``: what a layer makes is multiplied with a number of the checkpoint, which is not trained.
     """
 
     family: str
@@ -191,6 +210,10 @@ class Architecture:
     norms_of_turned: bool = False
     head_norms: bool = False
     plain_mlp: bool = False
+    full_heads: FullHeads | None = None
+    keys_are_values: bool = False
+    value_norm: bool = False
+    layer_scalars: bool = False
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -199,6 +222,17 @@ class Architecture:
             return self.mixed_layers
         attention: Literal["full", "window"] = "full" if self.window is None else "window"
         return (LayerKind(attention, "experts" if self.experts else "dense"),) * self.layers
+
+    def of_kind(self, kind: LayerKind) -> Architecture:
+        """Return the model whose layers all have the heads of this kind."""
+        return self._with_full_heads if kind.attention == "full" else self
+
+    @functools.cached_property
+    def _with_full_heads(self) -> Architecture:
+        if self.full_heads is None:
+            return self
+        own = {field.name: getattr(self.full_heads, field.name) for field in dataclasses.fields(self.full_heads)}
+        return dataclasses.replace(self, full_heads=None, **own)
 
     @functools.cached_property
     def kind_counts(self) -> Mapping[LayerKind, int]:
@@ -257,6 +291,11 @@ class Architecture:
                 f"layout.tensor={layout.tensor} does not divide the model's {self.key_value_heads} key-value heads "
                 f"(num_key_value_heads), {how}; use a divisor"
             )
+        if self.full_heads is not None and self.full_heads.key_value_heads % layout.tensor:
+            raise ModelError(
+                f"layout.tensor={layout.tensor} does not divide the model's {self.full_heads.key_value_heads} "
+                "key-value heads of layers without a window; use a divisor, or pipeline"
+            )
         self._check_delta_net(layout)
         self._check_feed_forward(layout)
         layout.stage_layers(self.layers)
@@ -308,9 +347,9 @@ LATER_FIELDS = (
     "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
     "wide_query_key_norm", "scales",
     "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net", "norms_of_turned",
-    "head_norms", "plain_mlp",
+    "head_norms", "plain_mlp", "full_heads", "keys_are_values", "value_norm", "layer_scalars",
 )  # fmt: skip
-_LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit")
+_LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit", "beside_dense")
 
 
 def stored_form(architecture: Architecture) -> dict[str, Any]:

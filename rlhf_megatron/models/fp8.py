@@ -39,7 +39,12 @@ def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> N
 def unsupported_in_fp8(architecture: Architecture, tensor: int) -> str | None:
     """Return why a model whose layers are cut into ``tensor`` parts is not trained in 8 bits; None where it is."""
     a = architecture
-    parts = {"experts": a.experts, "latent attention": a.latent, "delta nets": a.delta_net}
+    parts = {
+        "experts": a.experts,
+        "latent attention": a.latent,
+        "delta nets": a.delta_net,
+        "heads of two sizes": a.full_heads,
+    }
     present = next((name for name, part in parts.items() if part), None)
     if present:
         return f"the model has {present}, for which it is not available in this version"

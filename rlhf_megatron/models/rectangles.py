@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from rlhf_megatron.models.description import Architecture
+from rlhf_megatron.models.description import Architecture, LayerKind
 from rlhf_megatron.topology.layout import Layout
 
 Region = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of a Hugging Face tensor
@@ -38,12 +38,14 @@ class Slot:
 
     ``cut``: "columns", "rows", "whole" (replicated), "vocabulary" (rows, padded), "gate" and "up" (rows, one behind the
     other) or a role in attention ("query", "key", "value"). ``rows``: where only these of the tensor are meant.
+    ``kind``: of the layer whose attention it is of, if it is.
     """
 
     tensor: str
     cut: Cut
     parameter: str
     rows: tuple[int, int] | None = None
+    kind: LayerKind | None = None
 
 
 def split(size: int, parts: int, part: int) -> tuple[int, int]:
@@ -120,7 +122,8 @@ def _blocks(
                 rows = (start, min(stop, a.vocabulary))
                 yield Block(slot.tensor, (rows, *rest), slot.parameter, (0, *tail))
         case _:
-            for start, stop, offset in _attention_blocks(a, slot.cut, parts, part, repeats):
+            own = a if slot.kind is None else a.of_kind(slot.kind)
+            for start, stop, offset in _attention_blocks(own, slot.cut, parts, part, repeats):
                 yield Block(slot.tensor, ((start, stop), *rest), slot.parameter, (offset, *tail))
 
 

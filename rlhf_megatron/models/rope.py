@@ -42,6 +42,17 @@ class AlphaScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Gemma 4's: of the pairs of a head the first ``partial_rotary_factor`` turn, the others are as they were.
+
+    Frequencies are those of the whole head, divided by ``factor``.
+    """
+
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """YaRN (https://arxiv.org/abs/2309.00071): frequencies divided by ``factor`` on a ramp over the pairs of a head.
 
@@ -75,7 +86,7 @@ class LongScaling:
     is_long: bool | None = None
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | AlphaScaling
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling | AlphaScaling | ProportionalScaling
 SCALINGS: dict[str, type[Scaling]] = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,

@@ -12,7 +12,15 @@ import math
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.models.description import Architecture
-from rlhf_megatron.models.rope import AlphaScaling, LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from rlhf_megatron.models.rope import (
+    AlphaScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +44,11 @@ def rotary_tables(architecture: Architecture, device: torch.device | str) -> tup
     """Return the table of each decoder layer, None for one without positions; layers of the same kind share one."""
 
     @functools.cache
-    def table(rope: Rope | None) -> RotaryTable | None:
-        return None if rope is None else rotary_table(rope, architecture.head_dim, device)
+    def table(rope: Rope | None, head_dim: int) -> RotaryTable | None:
+        return None if rope is None else rotary_table(rope, head_dim, device)
 
-    return tuple(table(rope) for rope in architecture.layer_ropes)
+    layers = zip(architecture.layer_ropes, architecture.layer_kinds, strict=True)
+    return tuple(table(rope, architecture.of_kind(kind).head_dim) for rope, kind in layers)
 
 
 def rotary_table(rope: Rope, head_dim: int, device: torch.device | str) -> RotaryTable:
@@ -53,6 +62,9 @@ def rotary_table(rope: Rope, head_dim: int, device: torch.device | str) -> Rotar
             frequencies = scaled_as_llama3(frequencies, rope.scaling)
         case YarnScaling():
             frequencies = scaled_as_yarn(frequencies, rope.theta, rope.scaling)
+        case ProportionalScaling(fraction, factor):
+            frequencies = frequencies / factor
+            frequencies[int(fraction * head_dim // 2) :] = 0.0
         case AlphaScaling(alpha):
             theta = rope.theta * alpha ** (dimensions / (dimensions - 2))
             frequencies = inverse_frequencies(theta, dimensions, device)

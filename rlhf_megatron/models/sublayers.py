@@ -40,11 +40,17 @@ class DecoderLayer(TransformerLayer):
     """Megatron's layer with another end of attention and feed-forward layer.
 
     ``output_norm`` makes a norm behind each, None: there is none. ``residual_scale`` is what their outputs are
-    multiplied with.
+    multiplied with. ``has_scalar``: what the layer makes is multiplied with a number that is not trained.
     """
 
     def __init__(
-        self, config: Any, *args: Any, output_norm: Callable[..., Any] | None, residual_scale: float, **options: Any
+        self,
+        config: Any,
+        *args: Any,
+        output_norm: Callable[..., Any] | None,
+        residual_scale: float,
+        has_scalar: bool,
+        **options: Any,
     ) -> None:
         super().__init__(config, *args, **options)
 
@@ -55,6 +61,17 @@ class DecoderLayer(TransformerLayer):
             return SublayerOutput(norm, residual_scale)
 
         self.self_attn_bda, self.mlp_bda = output(), output()
+        self.layer_scalar: torch.nn.Parameter | None = None
+        if has_scalar:
+            # A parameter, though without a gradient, so that it is loaded, regathered, saved and exported as any other.
+            device = torch.device("cpu" if config.use_cpu_initialization else "cuda")
+            one = torch.ones(1, dtype=config.params_dtype, device=device)
+            self.layer_scalar = torch.nn.Parameter(one, requires_grad=False)
+
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
+        """See TransformerLayer."""
+        output, context = super().forward(*arguments, **options)
+        return output if self.layer_scalar is None else output * self.layer_scalar, context
 
 
 def remove_norms_before(spec: Any, implementation: Implementation) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlhf_megatron.models.architecture import Architecture, LayerKind
+from rlhf_megatron.models.description import WIDEST_HEAD
 from rlhf_megatron.recipe.role_sections import RoleSection, transformer_engine_can
 from rlhf_megatron.topology.layout import Layout
 
@@ -77,8 +78,10 @@ def layer_activations(
         attention = 2 * a.heads * (a.latent.query_head + a.latent.value)
         outside += 2 * ((a.latent.query_rank or 0) + a.latent.key_value_rank)  # before and behind their norms
     else:
-        attention = _attention(a)
-    attention += _products(a, kind, size, longest) + repeated * _key_and_value(a)
+        attention = _attention(a.of_kind(kind))
+    if a.experts and a.experts.beside_dense:
+        outside += 3 * a.hidden  # before the norms of both outputs, and behind the router's
+    attention += _products(a, kind, size, longest) + repeated * _key_and_value(a.of_kind(kind))
     inside = (attention + _feed_forward(section, a, kind, layout, size) - halved * a.feed_forward) / layout.tensor
     return size * (outside / _sequence_parts(section, a, layout) + inside)
 
@@ -106,11 +109,13 @@ def _sequence_parts(section: RoleSection, architecture: Architecture, layout: La
 
 
 def _attention(a: Architecture) -> float:
-    """Return the numbers of query, key, value and output; before the norms of heads, and of gates and what they let
-    through."""
+    """Return the numbers of query, key, value and output; before the norms of heads, of gates and what they let
+    through, and of keys and values repeated for wide heads (``models.attention``)."""
     query, key = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     normed = query + key if a.query_key_norm or a.wide_query_key_norm or a.head_norms else 0
-    return 2 * query + 2 * key + normed + (2 * query if a.gated_attention else 0)
+    normed += key if a.value_norm else 0
+    repeated = 2 * query if a.head_dim > WIDEST_HEAD and query > key else 0
+    return 2 * query + 2 * key + repeated + normed + (2 * query if a.gated_attention else 0)
 
 
 def _key_and_value(a: Architecture) -> int:

@@ -75,10 +75,12 @@ def _model_line(recipe: Recipe, model: Architecture) -> str:
     if model.experts:
         chosen = f"{model.experts.chosen} work on a token ({active_parameters(model) / 1e9:.2f}B parameters)"
         mixture = f", {model.experts.count} experts of which {chosen}"
+    full = model.full_heads
+    others = f" ({full.key_value_heads} of {full.head_dim} numbers in layers without a window)" if full else ""
     return (
         f"{parameters:,} parameters ({parameters / 1e9:.2f}B) in {recipe.model.dtype}: "
-        f"{model.layers} layers of {model.hidden}, {model.heads} heads, {model.key_value_heads} key-value heads, "
-        f"vocabulary {model.vocabulary}{mixture}"
+        f"{model.layers} layers of {model.hidden}, {model.heads} heads, {model.key_value_heads} key-value heads{others}"
+        f", vocabulary {model.vocabulary}{mixture}"
     )
 
 

@@ -67,7 +67,8 @@ def architecture_checks(recipe: Recipe, architectures: Mapping[str, Architecture
 def _check_role(recipe: Recipe, name: str, section: RoleSection, model: Architecture) -> None:
     layout = layout_of(recipe, section)
     _check_layout(name, model, _smallest_layout(layout))
-    _check_exchange_of_heads(name, section, layout, model.key_value_heads)
+    for kind in model.kind_counts:
+        _check_exchange_of_heads(name, section, layout, model.of_kind(kind).key_value_heads)
     _check_window(recipe, name, section, layout, model)
     _check_recompute(name, section, model)
     if recipe.shares_prompts(section):

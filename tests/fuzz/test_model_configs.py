@@ -20,6 +20,12 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 GEMMA3 = {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}
+GEMMA4 = {
+    "attention_k_eq_v": True, "enable_moe_block": True, "final_logit_softcapping": 30.0, "global_head_dim": 64,
+    "hidden_size_per_layer_input": 0, "layer_types": ["sliding_attention", "full_attention"],
+    "moe_intermediate_size": 32, "num_experts": 4, "num_global_key_value_heads": 1, "sliding_window": 16,
+    "top_k_experts": 2,
+}  # fmt: skip
 GROUPED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -51,6 +57,7 @@ WHOLE = {
     "gemma": SIZES,
     "gemma2": SIZES | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": None},
     "gemma3_text": SIZES | GEMMA3,
+    "gemma4_text": SIZES | GEMMA4,
     "glm": SIZES,
     "glm4": SIZES,
     "glm4_moe_lite": SIZES | GROUPED | LATENT,
@@ -105,6 +112,7 @@ FIELDS += [
     "final_logit_softcapping",
     "hidden_activation",
 ]
+FIELDS += [*GEMMA4, "num_kv_shared_layers", "per_layer_config", "use_double_wide_mlp"]
 FIELDS += [*sorted(delta_net_tensors.FIELDS), "partial_rotary_factor"]
 FIELDS += ["num_local_experts", "position_embedding_type", "rotary_dim", "shared_intermediate_size", "mamba_n_heads"]
 FIELDS += [*LATENT, *V3, *sorted(grouped_experts.FIELDS), *OF_LAYERS, "no_rope_layers", "no_rope_layer_interval"]
@@ -143,10 +151,16 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     assert read.hidden == theirs.hidden_size
     assert read.feed_forward == getattr(theirs, "shared_intermediate_size", theirs.intermediate_size)
     assert read.heads == theirs.num_attention_heads
-    assert read.key_value_heads == theirs.num_key_value_heads
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert read.head_dim == (theirs.qk_rope_head_dim if read.latent else head_dim)
-    assert read.latent is None or head_dim in (read.latent.turned, read.latent.query_head)
+    if read.full_heads:
+        for layer, kind in enumerate(read.layer_kinds):
+            own, of_layer = read.of_kind(kind), theirs.per_layer_config[layer]
+            assert (own.key_value_heads, own.head_dim) == (of_layer.num_key_value_heads, of_layer.head_dim)
+            assert own.keys_are_values == (theirs.attention_k_eq_v and kind.attention == "full")
+    else:
+        assert read.key_value_heads == theirs.num_key_value_heads
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert read.head_dim == (theirs.qk_rope_head_dim if read.latent else head_dim)
+        assert read.latent is None or head_dim in (read.latent.turned, read.latent.query_head)
     assert read.vocabulary == theirs.vocab_size
     longest: int = theirs.max_position_embeddings
     if read.family in ("ministral3", "mistral4"):  # beyond these positions its queries grow
@@ -171,7 +185,7 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         turning = [kind == "sliding_attention" for kind in theirs.layer_types]
     assert [rope is not None for rope in read.layer_ropes] == [turns == 1 for turns in turning[: read.layers]]
     activation = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
-    of_gemma = read.zero_centred_norms and not read.gated_attention
+    of_gemma = read.family == "gemma4_text" or (read.zero_centred_norms and not read.gated_attention)
     plain = "xielu" if read.family == "apertus" else "relu2"
     assert activation == ("gelu_pytorch_tanh" if of_gemma else plain if read.plain_mlp else "silu")
     if read.gated_attention:
@@ -197,10 +211,12 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
     if read.experts:
         names = ("n_routed_experts", "num_experts", "num_local_experts")
         count = next(getattr(theirs, name) for name in names if getattr(theirs, name, None))
-        per_token = theirs.num_experts_per_tok  # a list, of Hunyuan's layers
+        beside_dense = read.experts.beside_dense
+        assert not beside_dense or theirs.enable_moe_block
+        per_token = theirs.top_k_experts if beside_dense else theirs.num_experts_per_tok  # a list, of Hunyuan's layers
         assert read.experts.count == count
         assert read.experts.chosen == (per_token[0] if isinstance(per_token, list) else per_token)
-        assert read.experts.normalized == getattr(theirs, "norm_topk_prob", True)
+        assert read.experts.normalized == (beside_dense or getattr(theirs, "norm_topk_prob", True))
         assert read.experts.feed_forward == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         # A mixture in a layer is what transformers builds there; see Qwen2MoeDecoderLayer and Qwen3MoeDecoderLayer.
         sparse = [
@@ -215,8 +231,13 @@ def agrees_with_transformers(read: Architecture, config: dict[str, Any]) -> None
         always = 1 if read.family == "hunyuan_v1_moe" else getattr(theirs, "moe_num_shared_experts", 0)
         always = getattr(theirs, "num_shared_experts", always)  # K-EXAONE's name
         count_shared = getattr(theirs, "n_shared_experts", always) * read.experts.feed_forward
+        count_shared = theirs.intermediate_size if beside_dense else count_shared
         assert shared == getattr(theirs, "shared_expert_intermediate_size", count_shared)
-        if read.experts.routing and read.family not in ("ernie4_5_moe", "minimax_m2"):  # which have no groups
+        if read.experts.routing and read.family not in (
+            "ernie4_5_moe",
+            "gemma4_text",
+            "minimax_m2",
+        ):  # which have no groups
             groups = (theirs.n_group, theirs.topk_group, theirs.routed_scaling_factor)
             routing = read.experts.routing
             assert (routing.groups, routing.chosen_groups, routing.scale) == groups

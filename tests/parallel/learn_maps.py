@@ -95,6 +95,7 @@ def differences(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    from rlhf_megatron.compat.vllm.internals import loaded_tensors
     from rlhf_megatron.compat.vllm.load_tracing import as_rank
     from rlhf_megatron.models.architecture import wrapped_language
     from rlhf_megatron.models.weight_source import window
@@ -112,7 +113,7 @@ def differences(
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     with as_rank(config, tensor, rank, expert_parallel), torch.no_grad():
         model = initialize_model(config)
-        parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        parameters = {name: parameter.data for name, parameter in loaded_tensors(model)}
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
         model.load_weights(stored(tensors.items()))

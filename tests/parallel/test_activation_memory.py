@@ -23,12 +23,16 @@ MODULES: dict[str, list[Any]] = {
     "deepseek_v3": ["shared_experts", "mlp"],
 }
 FAMILIES = ["qwen2", "qwen3", "qwen2_moe", "deepseek_v3", "gemma2", "gpt_oss", "qwen3_next"]
+FAMILIES += ["gemma4_text", "gemma4_text_experts"]
+# On CPUs torch's attention keeps a mask of all tokens for a window, and keys and values repeated for all heads.
+_PLAIN = {"layer_types": ["full_attention"] * 4, "num_global_key_value_heads": 4}
+FIELDS = dict.fromkeys(("gemma4_text", "gemma4_text_experts"), _PLAIN)
 
 
 @pytest.mark.grid
 def test_a_plan_counts_what_layers_keep(tmp_path: Path) -> None:
     """Up to what norms and activations of small models keep in float32 beside it: a half."""
-    models = {family: str(make_model(tmp_path / family, family)) for family in FAMILIES}
+    models = {family: str(make_model(tmp_path / family, family, **FIELDS.get(family, {}))) for family in FAMILIES}
     [kept] = run_ranks(kept_bytes, 1, {"models": models, "tokens": TOKENS})
     learning = OptimizerSection(learning_rate=1e-3)
     section = ActorSection(tokens_per_gpu=TOKENS, optimizer=learning, transformer_implementation="local")

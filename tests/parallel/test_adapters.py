@@ -71,6 +71,7 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         ["q_proj", "kv_a_proj_with_mqa"],
     ),
     "norms around sublayers, one rank": (Case("gemma2", True, {}), ALL),
+    "heads by the type of a layer, TP2": (Case("gemma4_text", False, {"tensor": 2}, SEQUENCE), ALL),
     "parallel sublayers, TP2": (Case("cohere2", False, {"tensor": 2}, SEQUENCE), ALL),
     "experts with biases, EP2": (
         Case("gpt_oss", False, {"data": 2, "expert": 2}),
@@ -149,6 +150,19 @@ MORE_CASES: dict[str, tuple[Case, list[str]]] = {
     "delta nets and experts, CP2 EP2": (
         Case("qwen3_next", False, {"context": 2, "expert": 2}, **ROUNDED),
         ALL + DELTA_NEXT,
+    ),
+    "experts beside dense layers, TP2 EP2": (
+        Case("gemma4_text_experts", False, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 1}, SEQUENCE),
+        ALL,
+    ),
+    "experts beside dense layers, of images and text, PP2": (
+        Case("gemma4:experts", True, {"pipeline": 2}),
+        ALL,
+    ),
+    # PEFT's own two steps in float32 are 1.4e-5 from those in float64.
+    "values that are keys, PP2": (
+        Case("gemma4_text", True, {"pipeline": 2}, weights_within=5e-5),
+        ["k_proj", "v_proj"],
     ),
     # A part of what is one matrix in Megatron.
     "gates and strengths of delta nets, TP2": (

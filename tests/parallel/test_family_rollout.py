@@ -119,6 +119,14 @@ CASES = {
     "YaRN with attn_factor": Case("qwen2_yarn", fields=DIVIDED | ATTN_FACTOR, grid=False),
     "soft caps, norms around sublayers": Case("gemma2", grid=False, tied=True),
     "soft caps, norms around sublayers, TP2": Case("gemma2", {"pipeline": 2}, 2),
+    "heads by the type of a layer": Case("gemma4_text", tied=True),
+    "heads by the type of a layer, TP2": Case("gemma4_text", {"pipeline": 2}, 2),
+    "experts beside dense layers": Case("gemma4_text_experts", experts=True, tied=True),
+    "experts beside dense layers, TP2": Case(
+        "gemma4_text_experts", {"tensor": 2, "expert_tensor": 1, "expert": 2}, 2, experts=True
+    ),
+    "heads by the type of a layer, of images and text": Case("gemma4", tied=True),
+    "experts beside dense layers, of images and text": Case("gemma4:experts", experts=True),
     "two rotary tables": Case("gemma3_text"),
     "two rotary tables, TP2": Case("gemma3_text", {"pipeline": 2}, 2),
     "of images and text": Case("gemma3", tied=True),

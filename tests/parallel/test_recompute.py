@@ -31,6 +31,7 @@ CASES = {
     "all of DeepSeek": Recomputed("deepseek_v3", ["core_attn", "mlp", "moe"], STAGES, grid=True),
     "side by side": Recomputed("cohere", ["mlp"]),
     "norms around": Recomputed("gemma2", ["mlp", "core_attn"], grid=True),
+    "experts beside dense layers": Recomputed("gemma4_text_experts", ["core_attn", "shared_experts"], grid=True),
     "adapters": Recomputed("qwen2", ["mlp"], TENSOR, ADAPTERS),
     "delta nets": Recomputed("qwen3_next", ["moe"], {"data": 2}, grid=True),
     "biased experts": Recomputed("gpt_oss", ["moe"], {"data": 2}, grid=True),

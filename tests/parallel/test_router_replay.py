@@ -141,10 +141,11 @@ def test_choices_of_vllm_are_those_of_transformers(tmp_path: Path, speculative: 
         ("qwen3_moe", "bfloat16"),
         pytest.param("qwen3_moe", "float32", marks=pytest.mark.grid),
         pytest.param("qwen3_next", "bfloat16", marks=pytest.mark.grid),  # whose cache is of two kinds
+        pytest.param("gemma4_text_experts", "bfloat16", marks=pytest.mark.grid),
     ],
 )
 def test_trainer_and_rollout_agree_by_replay(tmp_path: Path, family: str, dtype: str) -> None:
-    fields = {"num_experts": 16, "num_experts_per_tok": 4}
+    fields = {"num_experts": 16, "top_k_experts" if family.startswith("gemma4") else "num_experts_per_tok": 4}
     rollout: dict[str, Any] = {"layout": {"tensor": 2, "expert_parallel": True}, "max_num_seqs": 8}
     if family == "qwen3_next":  # what vLLM's delta nets take on CPUs
         fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}

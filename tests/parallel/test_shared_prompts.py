@@ -41,6 +41,8 @@ CASES = {
     "windows and layers without positions, TP2": Case("cohere2", True, {"tensor": 2}, grid=True),
     "window, soft caps": Case("gemma2", True, {}, grid=True),
     "two rotary tables": Case("gemma3_text", True, {}, grid=True),
+    "heads by the type of a layer": Case("gemma4_text", True, {}, grid=True),
+    "experts beside dense layers, TP2": Case("gemma4_text_experts", True, {"tensor": 2}, grid=True),
     "sinks and experts with biases, EP2": Case("gpt_oss", False, {"data": 2, "expert": 2}, grid=True),
     "experts, EP2, then TP2 and EP2": Case(
         "qwen2_moe", False, {"data": 2, "expert": 2}, then=EXPERTS_SHARED_OUT, grid=True

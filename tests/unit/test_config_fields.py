@@ -54,6 +54,7 @@ from rlhf_megatron.yarn import attention_factor
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = published_fields.PUBLISHED | published_dense.PUBLISHED
+GEMMA4 = published_configs.PUBLISHED["gemma-4-31B-it, its language model"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -209,6 +210,11 @@ WINDOWS: dict[str, tuple[dict[str, Any], list[int]]] = {  # and the layers with 
         without(GEMMA3, "sliding_window", "sliding_window_pattern", "layer_types"),
         [layer for layer in range(26) if layer % 6 != 5],
     ),
+    "gemma4_text": (GEMMA4 | {"sliding_window": 4096}, [layer for layer in range(60) if layer % 6 != 5]),
+    "gemma4_text, absent": (
+        without(GEMMA4, "layer_types") | {"sliding_window": 4096},
+        [layer for layer in range(60) if layer % 6 != 5],
+    ),
     "qwen2_moe": (QWEN2_MOE | SLIDING | {"mlp_only_layers": [2], "max_window_layers": 9}, [0, 2, 4, 6, 8]),
 }
 
@@ -239,7 +245,7 @@ def test_vllm_has_a_window_in_all_layers_or_in_none_but_for_some_families(name: 
             check_generates(read, "here")
         check_generates(parse_architecture(COHERE2 | {"max_position_embeddings": 4096}, "here"), "here")
         return
-    if not read.mixed_layers or read.family in ("gemma2", "gemma3_text", "gpt_oss"):
+    if not read.mixed_layers or read.family in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"):
         check_generates(read, "here")
         return
     with pytest.raises(

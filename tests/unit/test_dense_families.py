@@ -9,6 +9,8 @@ import torch
 
 from published_dense import AFM, APERTUS, ERNIE, EXAONE4, GLM4, GRANITE4, OLMO2, OLMO3, PHI3, PHI35, YOUTU
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
+from rlhf_megatron.models.attention import causal_attention
+from rlhf_megatron.models.description import WIDEST_HEAD
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.weight_map import megatron_blocks, tensor_shapes
 from rlhf_megatron.topology.layout import Layout
@@ -24,6 +26,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "cohere": SIZES | {"use_qk_norm": True, "tie_word_embeddings": False},
     "ernie4_5": SIZES | {"head_dim": 16, "tie_word_embeddings": False},
     "exaone4": SIZES,
+    "gemma4_text": SIZES
+    | {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+    | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 8, "tie_word_embeddings": False}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "glm4": SIZES | {"head_dim": 16},
     "granitemoehybrid": SIZES
     | {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96, "mamba_n_heads": 4},
@@ -54,7 +60,7 @@ def test_every_element_is_held_once(layout: Layout, implementation: Implementati
             seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
     for name, count in seen.items():
         of_heads = (a.wide_query_key_norm or a.head_norms) and ("q_norm" in name or "k_norm" in name)
-        ends = ("o_proj.bias", "down_proj.bias", ".alpha_p", ".alpha_n", ".beta", ".eps")
+        ends = ("o_proj.bias", "down_proj.bias", ".alpha_p", ".alpha_n", ".beta", ".eps", ".layer_scalar")
         is_whole = ("norm" in name and not of_heads) or name.endswith(ends)
         is_whole = is_whole or "_a_proj" in name  # down to latents
         assert (count == (layout.tensor if is_whole else 1)).all(), name
@@ -64,6 +70,25 @@ def test_keys_that_are_normed_together_are_not_shared_by_ranks() -> None:
     a = parse_architecture({"model_type": "olmo2"} | SIZES, "here")
     with pytest.raises(ModelError, match="^layout.tensor=4 does not divide the model's 2 key-value heads .* normed"):
         a.check_layout(Layout(tensor=4))
+
+
+def test_heads_of_layers_without_a_window_are_not_shared_by_ranks() -> None:
+    a = parse_architecture({"model_type": "gemma4_text"} | SMALL["gemma4_text"], "here")
+    with pytest.raises(ModelError, match="^layout.tensor=4 does not divide the model's 2 key-value heads of layers wi"):
+        a.check_layout(Layout(tensor=4))
+
+
+def test_wide_heads_attend_as_the_formula_says() -> None:
+    draw, boundaries = torch.Generator().manual_seed(0), torch.tensor([0, 5, 12])
+    query, key, value = (torch.randn(12, heads, 2 * WIDEST_HEAD, generator=draw) for heads in (4, 2, 2))
+    found = causal_attention(query, key, value, boundaries, 7, scale=0.05, window=3)
+    for first, end in ((0, 5), (5, 12)):
+        for head in range(4):
+            products = 0.05 * query[first:end, head].double() @ key[first:end, head // 2].double().T
+            far = torch.ones_like(products, dtype=torch.bool)
+            weights = products.masked_fill(far.triu(1) | far.tril(-3), -torch.inf).softmax(-1)
+            expected = (weights @ value[first:end, head // 2].double()).float()
+            torch.testing.assert_close(found[first:end, head], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rlhf_megatron.recipe import LoraSection
 RANK = 3
 FAMILIES = [
     "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_vl_moe",
-    "qwen3_5_moe",
+    "qwen3_5_moe", "gemma4_text_experts", "gemma4:experts",
 ]  # fmt: skip
 ALL = Adaptation.of(LoraSection(rank=RANK, alpha=2 * RANK))
 
@@ -49,7 +49,7 @@ def test_peft_merges_what_was_written(family: str, tmp_path: Path) -> None:
             torch.testing.assert_close(found.read(block.tensor, block.region), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "qwen3_5_moe", "gemma4:experts"])
 def test_what_was_written_is_read_back(family: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", family)
     architecture, factors = read_architecture(folder), drawn_factors(folder)

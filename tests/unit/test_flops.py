@@ -22,7 +22,13 @@ from rlhf_megatron.models.flops import (
 from rlhf_megatron.recipe.operations import ClusterSection
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "qwen2", "qwen3", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"),
+        *("gemma4_text", "gemma4_text_experts"),
+    ],
+)
 def test_operations_are_those_that_torch_counts(family: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / family, family)
     architecture, model = read_architecture(folder), load_model(folder)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from published_configs import A13B, MISTRAL4, PUBLISHED
+from published_configs import A13B, GEMMA4_26B, MISTRAL4, PUBLISHED
 from published_configs import ERNIE_21B as ERNIE
 from published_dense import DOTS, GRANITE_MOE, K_EXAONE, SOLAR_OPEN
 from rlhf_megatron.models.architecture import ModelError, check_generates, parse_architecture
@@ -31,6 +31,7 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         (K_EXAONE, 236.0, 23.0),
         (GRANITE_MOE, 3.3, 0.88),
         (MISTRAL4, 119.0, 6.5),
+        (GEMMA4_26B, 25.2, 3.8),
     ],
     ids=[
         "Hunyuan-A13B",
@@ -42,6 +43,7 @@ MINIMAX = PUBLISHED["MiniMax-M2.5"]
         "K-EXAONE",
         "Granite 3.1 3B A800M",
         "Mistral Small 4",
+        "Gemma 4 26B A4B",
     ],
 )
 def test_mixtures_have_the_parameters_that_their_makers_count(
@@ -82,6 +84,7 @@ def test_what_the_configs_say() -> None:
     assert olmoe.experts == Experts(64, 8, 1024, normalized=False) and olmoe.wide_query_key_norm
 
 
+GEMMA4 = GEMMA4_26B["text_config"]
 ALPHA, YARN = HUNYUAN["rope_scaling"], MISTRAL4["rope_parameters"]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HUNYUAN, {"head_dim": None}, "head_dim is missing; add it"),
@@ -137,6 +140,21 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (K_EXAONE, {"num_experts": None}, "num_experts is"),
     (K_EXAONE, {"swiglu_limits": [0] * 48}, "swiglu_limits is .* which this version does not know"),
     (SOLAR_OPEN, {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
+    (GEMMA4, {"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
+    (GEMMA4, {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input is 256, .*; supported: 0, no embedd"),
+    (GEMMA4, {"enable_moe_block": False}, "num_experts is 128, .*; supported: null without enable_moe_block"),
+    (GEMMA4, {"top_k_experts": 129}, "top_k_experts is 129, of 128 experts"),
+    (GEMMA4, {"top_k_experts": None}, "top_k_experts is None"),
+    (GEMMA4, {"expert_intermediate_size": 704}, "expert_intermediate_size is 704, which this version does not know"),
+    (GEMMA4, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which this version does not know"),
+    (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all', .*; supported: null, visi"),
+    (GEMMA4, {"layer_types": ["sliding_attention"] * 30}, "layer_types is .*; supported: full_attention in the last"),
+    (GEMMA4, {"sliding_window": 262144}, "sliding_window is 262144, .*; supported: less than max_position_embedd"),
+    (GEMMA4, {"global_head_dim": 511}, "global_head_dim is 511, .*; supported: an even number"),
+    (GEMMA4, {"num_global_key_value_heads": 3}, "num_global_key_value_heads is 3, .*; supported: a divisor of 16"),
+    (GEMMA4, {"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config is .* of all layers without a window"),
+    (GEMMA4, {"rope_parameters": {}}, "rope_parameters is .* each with rope_type and rope_theta"),
+    (GEMMA4, {"rope_theta": 1e4}, "rope_theta is 10000.0, .*; supported: none; rope_parameters says it by the type"),
     (SOLAR_OPEN, {"use_qk_norm": True}, "use_qk_norm is True"),
     (SOLAR_OPEN, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     (SOLAR_OPEN, {"num_mtp_layers": 1}, "num_mtp_layers is 1, which this version does not know"),

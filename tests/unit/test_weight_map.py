@@ -271,8 +271,18 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
+GEMMA4 = {
+    "model_type": "gemma4_text", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100,
+    "num_key_value_heads": 4, "num_global_key_value_heads": 4, "head_dim": 16, "global_head_dim": 32,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "intermediate_size": 96, "enable_moe_block": True,
+    "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "config", [QWEN2_MOE, MIXTRAL, GLM, DEEPSEEK], ids=["qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3"]
+    "config",
+    [QWEN2_MOE, MIXTRAL, GLM, DEEPSEEK, GEMMA4],
+    ids=["qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gemma4_text"],
 )
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
@@ -308,7 +318,10 @@ def test_layers_that_differ_are_held_once(
         for block in blocks:
             if ".experts." in block.tensor or not layout.coordinates(position).data:
                 seen[block.tensor][tuple(slice(*span) for span in block.region)] += 1
-    whole = ("norm", "mlp.gate.", "moe.gate.", "shared_expert_gate", "q_a_proj", "kv_a_proj")
+    whole = (
+        *("norm", "mlp.gate.", "moe.gate.", "shared_expert_gate", "q_a_proj", "kv_a_proj", ".router."),
+        "layer_scalar",
+    )
     for name, count in seen.items():
         assert (count == (layout.tensor if any(part in name for part in whole) else 1)).all(), name
 

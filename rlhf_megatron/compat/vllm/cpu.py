@@ -72,13 +72,18 @@ def _silu_and_mul(values: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def _gelu_tanh_and_mul(values: Tensor) -> Tensor:
+    gate, up = values.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def _clamped_swiglu(values: Tensor) -> Tensor:
     """Do as vLLM's own does: gate and up by turns, alpha 1.702, limit 7."""
     gate, up = values[..., 0::2].clamp(max=7.0), values[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * (1.702 * gate).sigmoid()
 
 
-_ACTIVATIONS = {"silu": _silu_and_mul, "swigluoai": _clamped_swiglu}
+_ACTIVATIONS = {"silu": _silu_and_mul, "gelu_tanh": _gelu_tanh_and_mul, "swigluoai": _clamped_swiglu}
 
 
 @patch(

@@ -19,6 +19,8 @@ from rlhf_megatron.compat.patches import NONE_FOUND, replacement
 from rlhf_megatron.compat.vllm.logprobs import SampledLogprobs
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 
+_LOADED_BUFFERS = (".layer_scalar",)  # Gemma 4's; other buffers follow from the config
+
 
 class UnknownVllm(RuntimeError):
     """A private attribute that this version of vLLM does not have."""
@@ -74,6 +76,12 @@ def model(engine: Any) -> torch.nn.Module:
     with _known_names():
         module: torch.nn.Module = runner.get_model()  # the one name that both of vLLM's model runners have
     return module
+
+
+def loaded_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, and those buffers that vLLM's loaders fill from a checkpoint, with their names."""
+    yield from module.named_parameters()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(_LOADED_BUFFERS))
 
 
 def model_runner(engine: Any) -> Any:

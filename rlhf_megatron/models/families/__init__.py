@@ -22,6 +22,7 @@ _MODULES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3_text",
+    "gemma4_text": "gemma4_text",
     "glm": "glm",
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_megatron.models.config_fields import FamilyFields, flag, number, size, token_ids
-from rlhf_megatron.models.description import Architecture, LayerKind
+from rlhf_megatron.models.description import WIDEST_HEAD, Architecture, LayerKind
 from rlhf_megatron.models.families import delta_net_tensors, latent, mixture
 from rlhf_megatron.models.families.bias_fields import NO_BIASES, BiasFields
 from rlhf_megatron.models.families.config_reading import read_heads
@@ -166,9 +166,10 @@ class Decoder:
         from megatron.core.transformer.moe.experts import TEGroupedMLP
 
         from rlhf_megatron.models.attention import packed_attention
+        from rlhf_megatron.models.biases import add_biases
         from rlhf_megatron.models.delta_net import use_delta_net
         from rlhf_megatron.models.router import ScoreRouter
-        from rlhf_megatron.models.self_attention import StackedSelfAttention
+        from rlhf_megatron.models.self_attention import StackedSelfAttention, with_fewer_rows
         from rlhf_megatron.models.wide_norm import HeadNorm, WideNorm
 
         count = architecture.experts.count if architecture.experts and kind.feed_forward == "experts" else None
@@ -187,12 +188,18 @@ class Decoder:
                 multi_latent_attention=architecture.latent is not None,
                 normalization="RMSNorm",
             )
-        if implementation == "local" or architecture.scales.attention_cap is not None or architecture.attention_sinks:
-            # Transformer Engine's attention knows no soft cap, and sinks with few of its kernels.
+        is_wide = architecture.of_kind(kind).head_dim > WIDEST_HEAD and architecture.latent is None
+        is_unusual = is_wide or architecture.scales.attention_cap is not None or architecture.attention_sinks
+        if implementation == "local" or is_unusual:
+            # Transformer Engine's attention knows no soft cap, sinks with few of its kernels, and no larger heads.
             attention = packed_attention(architecture.scales.attention_cap)
             spec.submodules.self_attention.submodules.core_attention = attention
         self._finish_sublayers(architecture, spec, implementation)
-        _add_biases(architecture, kind, spec)
+        add_biases(architecture, kind, spec)
+        own = architecture.of_kind(kind)
+        if own.keys_are_values:
+            attention_parts = spec.submodules.self_attention.submodules
+            attention_parts.linear_qkv = with_fewer_rows(attention_parts.linear_qkv, own.key_value_heads * own.head_dim)
         if count is not None and architecture.experts:
             mixture_of_layer = spec.submodules.mlp.keywords["submodules"]
             mixture_of_layer.experts = functools.partial(TEGroupedMLP, submodules=self._expert_layers())
@@ -210,13 +217,17 @@ class Decoder:
             "rotary": rotary,
             "norm": WideNorm if architecture.wide_query_key_norm else HeadNorm if architecture.head_norms else None,
             "norms_of_turned": architecture.norms_of_turned,
+            "value_norm": architecture.value_norm,
+            "keys_are_values": own.keys_are_values,
+            "key_value_heads": own.key_value_heads,
+            "head_dim": own.head_dim,
         }
         return spec
 
     def _finish_sublayers(self, architecture: Architecture, spec: Any, implementation: Implementation) -> None:
         """Have layers norm and scale what attention and feed-forward layer add, where the model does."""
         scale, normed = architecture.scales.residual, self.norms.after_attention is not None
-        if scale is None and not normed:
+        if scale is None and not normed and not architecture.layer_scalars:
             return
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -228,6 +239,7 @@ class Decoder:
         spec.module = DecoderLayer
         norm = TENorm if implementation == "transformer_engine" else WrappedTorchNorm
         spec.params |= {"output_norm": norm if normed else None, "residual_scale": scale or 1.0}
+        spec.params["has_scalar"] = architecture.layer_scalars
 
     def _expert_layers(self) -> Any:
         """Return the linear layers of the experts, for Megatron's ``TEGroupedMLP``, which asks for no more of them."""
@@ -266,7 +278,7 @@ class Decoder:
             "add_qkv_bias": a.qkv_bias,
             "attention_output_gate": a.gated_attention,
             "use_te_activation_func": fused and self._has_fused_activation(a),
-            "bias_activation_fusion": fused and a.experts is not None,
+            "bias_activation_fusion": fused and a.experts is not None and self.activation == "silu",
             **window_settings(a),
             **latent.latent_settings(a),
             **mixture.mixture_settings(a.experts, layout, float32, fused),
@@ -345,9 +357,9 @@ class Decoder:
 
     def multiplied_weights(self, architecture: Architecture, kind: LayerKind) -> int:
         """See Family."""
-        a = architecture
+        a = architecture.of_kind(kind)
         query, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
-        attention = a.hidden * ((3 if a.gated_attention else 2) * query + 2 * key_value)
+        attention = a.hidden * ((3 if a.gated_attention else 2) * query + (1 if a.keys_are_values else 2) * key_value)
         if kind.attention == "delta":
             attention = delta_net_tensors.delta_weights(a)
         elif a.latent:
@@ -364,7 +376,7 @@ class Decoder:
             return delta_net_tensors.delta_flops(architecture, sum(rows))
         window = architecture.window if causal and kind.attention == "window" else None
         pairs = sum(causal_pairs(n, window) if causal else n * n for n in rows)
-        a = architecture
+        a = architecture.of_kind(kind)
         columns = a.latent.query_head + a.latent.value if a.latent else 2 * a.head_dim
         return 2.0 * a.heads * columns * pairs
 
@@ -374,23 +386,11 @@ class Decoder:
             return delta_net_tensors.state_elements(architecture, tensor)
         if architecture.latent:
             return architecture.latent.key_value_rank + architecture.latent.turned
-        return 2 * max(1, architecture.key_value_heads // tensor) * architecture.head_dim
+        a = architecture.of_kind(kind)
+        return 2 * max(1, a.key_value_heads // tensor) * a.head_dim
 
     def cached_tokens(self, architecture: Architecture, kind: LayerKind, tokens: float) -> float:
         """See Family: all, those within the window, or one state."""
         if kind.attention == "delta":
             return min(tokens, 1)
         return tokens if kind.attention == "full" or architecture.window is None else min(tokens, architecture.window)
-
-
-def _add_biases(a: Architecture, kind: LayerKind, spec: Any) -> None:
-    """Have those linear layers of a ``spec`` biases that Megatron's config gives none."""
-    from rlhf_megatron.models.biases import with_bias
-
-    attention = spec.submodules.self_attention.submodules
-    if a.output_bias:
-        attention.linear_proj = with_bias(attention.linear_proj)
-    if a.mlp_bias and kind.feed_forward == "dense":
-        feed_forward = spec.submodules.mlp.keywords["submodules"]
-        feed_forward.linear_fc1 = with_bias(feed_forward.linear_fc1)
-        feed_forward.linear_fc2 = with_bias(feed_forward.linear_fc2)

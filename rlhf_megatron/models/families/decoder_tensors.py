@@ -19,6 +19,7 @@ _MEGATRON_NORMS: dict[Implementation, tuple[str, str]] = {
     "transformer_engine": ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"),
 }
 _ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no linear layer to fuse it with
+_DENSE_NORM = "mlp.before_dense.weight"  # which is not before the experts beside the dense layer
 
 
 @functools.cache
@@ -31,7 +32,11 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
         if kind.attention == "delta":
             shapes.update(delta_shapes(a, layer))
         else:
-            shapes.update(latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a, layer, norms))
+            shapes.update(
+                latent.attention_shapes(a, layer) if a.latent else _attention_shapes(a.of_kind(kind), layer, norms)
+            )
+        if a.layer_scalars:
+            shapes[layer + "layer_scalar"] = (1,)
         if kind.feed_forward == "experts":
             shapes.update(mixture.expert_shapes(a, layer, expert_names))
             continue
@@ -51,6 +56,8 @@ def _attention_shapes(a: Architecture, layer: str, norms: NormNames) -> Iterator
     output, key_value = a.heads * a.head_dim, a.key_value_heads * a.head_dim
     query = 2 * output if a.gated_attention else output
     for part, rows, norm in (("q", query, norms.query), ("k", key_value, norms.key), ("v", key_value, None)):
+        if part == "v" and a.keys_are_values:
+            continue
         yield f"{layer}self_attn.{part}_proj.weight", (rows, a.hidden)
         if a.qkv_bias:
             yield f"{layer}self_attn.{part}_proj.bias", (rows,)
@@ -78,12 +85,14 @@ def _feed_forward_shapes(a: Architecture) -> dict[str, tuple[int, int]]:
     return {"up_proj": up, "down_proj": down} if a.plain_mlp else {"gate_proj": up, "up_proj": up, "down_proj": down}
 
 
-def _attention_slots(a: Architecture, tensor_prefix: str, names: dict[str, str], norms: NormNames) -> Iterator[Slot]:
+def _attention_slots(
+    a: Architecture, kind: LayerKind, tensor_prefix: str, names: dict[str, str], norms: NormNames
+) -> Iterator[Slot]:
     cuts: tuple[tuple[str, Cut], ...] = (("q", "query"), ("k", "key"), ("v", "value"))
-    for part, cut in cuts:
-        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight")
+    for part, cut in cuts[:2] if a.keys_are_values else cuts:
+        yield Slot(f"{tensor_prefix}self_attn.{part}_proj.weight", cut, names["qkv"] + ".weight", kind=kind)
         if a.qkv_bias:
-            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias")
+            yield Slot(f"{tensor_prefix}self_attn.{part}_proj.bias", cut, names["qkv"] + ".bias", kind=kind)
     norm_cut = _norm_cut(a)
     if norm_cut:
         yield Slot(f"{tensor_prefix}self_attn.{norms.query}.weight", norm_cut, names["query_norm"])
@@ -107,12 +116,14 @@ def layer_slots(
     for norm, parameter in zip(norms.names, ("input_norm", "attention_norm", "mlp_norm", "output_norm"), strict=True):
         if norm:
             yield Slot(f"{tensor_prefix}{norm}.weight", "whole", names[parameter])
+    if a.layer_scalars:
+        yield Slot(tensor_prefix + "layer_scalar", "whole", names["layer_scalar"])
     if a.latent:
         yield from latent.attention_slots(a, tensor_prefix, names["attention"])
     elif kind.attention != "delta":  # whose rectangles are of another form (``delta_blocks``)
-        yield from _attention_slots(a, tensor_prefix, names, norms)
+        yield from _attention_slots(a.of_kind(kind), kind, tensor_prefix, names, norms)
     if kind.feed_forward == "experts":
-        router = f"{tensor_prefix}{expert_names.module}.{expert_names.router}.weight"
+        router = f"{tensor_prefix}{expert_names.prefix}{expert_names.router}.weight"
         yield Slot(router, "whole", names["router"])
         return  # the experts are cut over other ranks than the rest of the layer
     for kind_of_tensor in ("weight", "bias") if a.mlp_bias else ("weight",):
@@ -141,6 +152,8 @@ def megatron_names(a: Architecture, prefix: str, kind: LayerKind, implementation
     input_norm, mlp_norm = _MEGATRON_NORMS[implementation]
     if a.latent or kind.attention == "delta":  # several matrices are behind the norm, which is fused with none of them
         input_norm = _MEGATRON_NORMS["local"][0]
+    if a.experts and kind.feed_forward == "experts":
+        mlp_norm = _DENSE_NORM if a.experts.beside_dense else _ROUTER_NORM
     return {
         "attention": prefix + "self_attention.",
         "input_norm": prefix + input_norm,
@@ -149,9 +162,10 @@ def megatron_names(a: Architecture, prefix: str, kind: LayerKind, implementation
         "key_norm": prefix + "self_attention.k_layernorm.weight",
         "output": prefix + "self_attention.linear_proj",
         "sinks": prefix + "self_attention.core_attention.softmax_offset",
+        "layer_scalar": prefix + "layer_scalar",
         "attention_norm": prefix + "self_attn_bda.norm.weight",
         "output_norm": prefix + "mlp_bda.norm.weight",
-        "mlp_norm": prefix + (_ROUTER_NORM if kind.feed_forward == "experts" else mlp_norm),
+        "mlp_norm": prefix + mlp_norm,
         "router": prefix + "mlp.router.weight",
         "gate_up": prefix + "mlp.linear_fc1",
         "down": prefix + "mlp.linear_fc2",
@@ -167,7 +181,7 @@ def rollout_names(prefix: str, expert_names: mixture.ExpertNames) -> dict[str, s
         "key_norm": prefix + "self_attn.k_norm.weight",
         "output": prefix + "self_attn.o_proj",
         "mlp_norm": prefix + "post_attention_layernorm.weight",
-        "router": f"{prefix}{expert_names.module}.gate.weight",
+        "router": f"{prefix}{expert_names.prefix}gate.weight",
         "gate_up": prefix + "mlp.gate_up_proj",
         "down": prefix + "mlp.down_proj",
     }

@@ -37,7 +37,7 @@ def fused_slots(slots: Iterable[Slot], shapes: Shapes, fused: Sequence[str]) -> 
             continue
         first = filled[name]
         filled[name] += shapes[slot.tensor][0]
-        yield Slot(name, slot.cut, slot.parameter, (first, filled[name]))
+        yield Slot(name, slot.cut, slot.parameter, (first, filled[name]), slot.kind)
 
 
 def _holder(tensor: str, fused: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ class ExpertNames:
 
     ``shared``: the module of the shared expert within it. ``correction``: the router's correction biases.
     ``gate_up``: one matrix of gate and up, whose rows are a gate's, its up's, the next gate's and so on.
+    ``module`` is empty where the layer itself has them.
     """
 
     module: str = "mlp"
@@ -37,8 +38,22 @@ class ExpertNames:
     shared: str = "shared_expert"
     correction: str = "gate.e_score_correction_bias"
 
+    @property
+    def prefix(self) -> str:
+        """What the names of a layer's router and experts begin with, within the layer."""
+        return f"{self.module}." if self.module else ""
+
 
 USUAL_NAMES = ExpertNames()
+# Of experts beside a dense layer: vectors of a layer in a checkpoint, and Megatron's parameters. The norm before the
+# dense layer is one that other families have too.
+_BESIDE_DENSE = {
+    "router.scale": "mlp.router.scale",
+    "router.per_expert_scale": "mlp.router.expert_scale",
+    "post_feedforward_layernorm_1.weight": "mlp.after_dense.weight",
+    "pre_feedforward_layernorm_2.weight": "mlp.before_experts.weight",
+    "post_feedforward_layernorm_2.weight": "mlp.after_experts.weight",
+}
 STACK_ELEMENTS = 2**26  # of a parameter at most, unless one matrix has more: optimizers stream whole parameters
 
 
@@ -73,12 +88,14 @@ def read_experts(path: Path, config: Mapping[str, Any]) -> Experts:
 def expert_shapes(a: Architecture, layer: str, names: ExpertNames) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (tensor, shape) of router and experts of the layer whose tensors' names begin with ``layer``."""
     assert a.experts is not None
-    module = f"{layer}{names.module}."
+    module = layer + names.prefix
     yield f"{module}{names.router}.weight", (a.experts.count, a.hidden)
     if a.experts.biased:
         yield f"{module}{names.router}.bias", (a.experts.count,)
     if a.experts.routing and a.experts.routing.corrected:
         yield module + names.correction, (a.experts.count,)
+    for tensor in _BESIDE_DENSE if a.experts.beside_dense else ():
+        yield layer + tensor, (a.experts.count if tensor.endswith("per_expert_scale") else a.hidden,)
     widths = {f"{module}experts.{expert}.": a.experts.feed_forward for expert in range(a.experts.count)}
     if a.experts.shared:
         widths[f"{module}{names.shared}."] = a.experts.shared.feed_forward
@@ -100,11 +117,13 @@ def common_slots(experts: Experts, names: ExpertNames, tensor_prefix: str, prefi
 
     A shared expert is cut over the tensor ranks.
     """
-    module = f"{tensor_prefix}{names.module}."
+    module = tensor_prefix + names.prefix
     if experts.biased:
         yield Slot(f"{module}{names.router}.bias", "whole", prefix + "mlp.router.bias")
     if experts.routing and experts.routing.corrected:
         yield Slot(module + names.correction, "whole", prefix + "mlp.router.expert_bias")
+    for tensor, parameter in _BESIDE_DENSE.items() if experts.beside_dense else ():
+        yield Slot(tensor_prefix + tensor, "whole", prefix + parameter)
     if experts.shared is None:
         return
     expert, parameters = f"{module}{names.shared}.", prefix + "mlp.shared_experts."
@@ -126,7 +145,7 @@ def _expert_blocks(
     down: tuple[str, int],
 ) -> Iterator[Block]:
     """Yield an expert on rank ``part`` of the ``parts`` that it is cut over; ``gate_up``, ``down``: parameter, row."""
-    prefix = f"model.layers.{layer}.{names.module}.experts.{expert}."
+    prefix = f"model.layers.{layer}.{names.prefix}experts.{expert}."
     assert a.experts is not None
     width, hidden = a.experts.feed_forward, a.hidden
     mine = split(width, parts, part)
@@ -145,7 +164,7 @@ def _bias_blocks(
     a: Architecture, names: ExpertNames, layer: int, expert: int, gate_up: tuple[str, int], down: tuple[str, int]
 ) -> Iterator[Block]:
     """Yield the biases of an expert that is whole and has gate and up in one matrix; parameter, row of each."""
-    prefix = f"model.layers.{layer}.{names.module}.experts.{expert}."
+    prefix = f"model.layers.{layer}.{names.prefix}experts.{expert}."
     assert a.experts is not None
     yield Block(f"{prefix}{names.gate_up}.bias", ((0, 2 * a.experts.feed_forward),), gate_up[0], (gate_up[1],))
     yield Block(f"{prefix}{names.down}.bias", ((0, a.hidden),), down[0], (down[1],))
@@ -190,7 +209,7 @@ def rollout_experts(
     first, parts, part = (tensor_rank * held, 1, 0) if whole else (0, tensor, tensor_rank)
     rows = 2 * a.experts.feed_forward // parts
     for index in layers:
-        stacked = f"model.layers.{index}.{names.module}.experts.routed_experts."
+        stacked = f"model.layers.{index}.{names.prefix}experts.routed_experts."
         for number in range(held):
             gate_up, down = (stacked + "w13_weight", number * rows), (stacked + "w2_weight", number * a.hidden)
             yield from _expert_blocks(a, names, index, first + number, parts, part, gate_up, down)

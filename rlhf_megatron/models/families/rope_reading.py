@@ -10,7 +10,16 @@ from typing import Any
 
 from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.config_fields import brief, number, size, unsupported
-from rlhf_megatron.models.rope import SCALINGS, AlphaScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
+from rlhf_megatron.models.rope import (
+    SCALINGS,
+    AlphaScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 from rlhf_megatron.untrusted import shown
 from rlhf_megatron.yarn import attention_factor, factor_in, yarn_tables
 
@@ -48,7 +57,8 @@ def read_rope(
         raise ModelError(f"{shown(path)}: {difference}, which are one field; remove one")
     if not isinstance(kind, str) or kind not in ("default", *scalings):
         raise unsupported(path, f"{field}.rope_type", kind, ", ".join(("default", *scalings)))
-    fraction = _rotated_fraction(path, field, given, config, head_dim, partial)
+    is_proportional = scalings.get(kind) is ProportionalScaling
+    fraction = 1.0 if is_proportional else _rotated_fraction(path, field, given, config, head_dim, partial)
     known = {*_FIELDS, *(() if kind == "default" else _parameters(scalings[kind]))}
     for key in given:
         if key not in known:
@@ -161,6 +171,8 @@ def _check(path: Path, where: str, scaling: Scaling, theta: float, turned: int) 
         raise unsupported(path, f"{where}.high_freq_factor", scaling.high_freq_factor, "above low_freq_factor")
     if isinstance(scaling, YarnScaling) and theta <= 1:
         raise unsupported(path, "rope_theta", theta, "above 1 for rope_type yarn")
+    if isinstance(scaling, ProportionalScaling) and scaling.partial_rotary_factor > 1:
+        raise unsupported(path, f"{where}.partial_rotary_factor", scaling.partial_rotary_factor, "at most 1.0")
     if isinstance(scaling, AlphaScaling) and turned < 4:
         raise unsupported(path, "head_dim", turned, f"4 and more with {where}.alpha")
     if isinstance(scaling, LongScaling):

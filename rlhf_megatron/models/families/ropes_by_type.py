@@ -31,7 +31,7 @@ class RopesByType(Decoder):
         flat = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
         plain = super().read(path, flat | {"rope_parameters": of_type[FULL]})
         local = flat | {"rope_parameters": of_type[WINDOW]}
-        of_windows = read_rope(path, local, plain.head_dim, plain.max_positions)
+        of_windows = read_rope(path, local, plain.head_dim, plain.max_positions, scalings=self.scalings)
         _, within = declared_windows(path, config, self.windows, plain.layers)
         ropes = tuple(of_windows if one else plain.rope for one in within)
         return dataclasses.replace(plain, mixed_ropes=ropes if any(within) else ())

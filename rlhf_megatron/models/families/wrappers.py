@@ -92,6 +92,16 @@ WRAPPERS = {
         tied=True,
         absent={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     ),
+    "gemma4": Wrapper(
+        "Gemma4",
+        {"gemma4_text": "gemma4_text"},
+        _VISION
+        | dict.fromkeys((*_IDS, "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id"), (int,))
+        | dict.fromkeys(("eoa_token_index", "eoi_token_id", "vision_soft_tokens_per_image"), (int,))
+        | {"audio_config": (dict,)},
+        tied=True,
+        prefixes=(_INSIDE,),
+    ),
     "glm4v": Wrapper(
         "Glm4v",
         {"glm4v_text": "glm4"},

@@ -118,7 +118,7 @@ class VllmEngine:
         """See RolloutEngine. Fused as vLLM has them (qkv_proj, gate_up_proj), the vocabulary padded; tied ones once."""
         from rlhf_megatron.compat.vllm import fp8_layers
 
-        named = internals.model(self._engine).named_parameters()
+        named = internals.loaded_tensors(internals.model(self._engine))
         return {
             name: parameter.data
             for name, parameter in named
