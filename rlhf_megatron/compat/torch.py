@@ -1,4 +1,4 @@
-"""Private names of torch: groups and their records, threads of gloo, the thread count that vLLM takes, the compiler."""
+"""Private names of torch: groups, their records, gloo's threads, the thread count of vLLM, the compiler, addresses."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def as_world(group: dist.ProcessGroup | None) -> Iterator[None]:
     finally:
         distributed_c10d._world.pg_group_ranks[group] = ranks
         distributed_c10d._update_default_pg(world)
+
+
+def lie_at(tensors: list[torch.Tensor], addresses: list[int], numbers: list[int]) -> bool:
+    """Return whether ``tensors[i]`` begins at ``addresses[i]`` for each i of ``numbers``.
+
+    A torch with CUDA compares the inputs of a graph by a function that takes half of the time that Python takes.
+    """
+    compare: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is None:
+        return all(tensors[i].data_ptr() == addresses[i] for i in numbers)
+    return bool(compare(tensors, addresses, numbers))
 
 
 def align_group_names() -> None:

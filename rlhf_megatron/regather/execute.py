@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rlhf_megatron.compat.torch import lie_at
 from rlhf_megatron.kernels.rectangle_copy import RectangleCopies
 from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.first_copies import FIRST_BYTES, split_off_first
@@ -41,13 +42,8 @@ class _Places:
         self._numbers = list(range(len(tensors)))
 
     def hold(self, tensors: list[Tensor]) -> bool:
-        """Return whether ``tensors`` are there, with CUDA by torch's faster comparison of inputs of a graph."""
-        if len(tensors) != len(self._addresses):
-            return False
-        compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-        if compare is None:
-            return [tensor.data_ptr() for tensor in tensors] == self._addresses
-        return bool(compare(tensors, self._addresses, self._numbers))
+        """Return whether ``tensors`` are there."""
+        return len(tensors) == len(self._addresses) and lie_at(tensors, self._addresses, self._numbers)
 
 
 class _FirstCopies:

@@ -3,7 +3,7 @@
 Messages need buffers, and wait for each other; a read needs neither. CUDA's interprocess handles stand for whole
 allocations, so each is opened once, and parameters are places in it. When a rank may read, others say by a number that
 they write into its memory, which its stream waits for (cuStreamWriteValue32, cuStreamWaitValue32): some microseconds,
-of which NCCL takes ten times as many.
+where NCCL takes ten times as long.
 """
 
 from __future__ import annotations
