@@ -5,6 +5,7 @@ Here: which field becomes which column. Not here: reading the files (foreign_fil
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,8 @@ def imported_rows(options: ImportRequest) -> list[Row]:
     columns += [_SHARE_GPT] if _MESSAGES in options.keep else []
     rows: list[Row] = []
     for file in input_files(options):
+        if os.path.realpath(file) == os.path.realpath(options.output):
+            raise DataError(f"--output: {shown(options.output)} is one of the files to import; choose another name")
         for location, values in read_records(file, columns, options.drop_images):
             row = imported_row(options, values, location, len(rows))
             if not excluded or question_of(row, location) not in excluded:
@@ -96,9 +99,12 @@ def imported_rows(options: ImportRequest) -> list[Row]:
                 return rows
             if len(rows) > MOST_ROWS:
                 raise DataError(f"--input: {shown(options.input)} has over {MOST_ROWS:,} rows; give --size")
-    if not rows or options.size is not None:
-        wanted = options.size or "some"
-        raise DataError(f"{shown(options.input)}: {len(rows)} rows are left, {wanted} were asked for; lower --size")
+    if not rows:
+        raise DataError(f"{shown(options.input)}: has no rows but those of --exclude; look into the file")
+    if options.size is not None:
+        raise DataError(
+            f"{shown(options.input)}: {len(rows)} rows are left, {options.size} were asked for; lower --size"
+        )
     return rows
 
 
@@ -106,6 +112,11 @@ def input_files(options: ImportRequest) -> list[Path]:
     """Return the files to import; those of the hub are downloaded first. Raises DataError and HubError."""
     split, config = options.from_split, options.config
     if not is_hub_name(options.input):
+        if not os.path.lexists(options.input):
+            raise DataError(
+                f"--input: there is no file or folder {shown(options.input)}; a data set on the hub is OWNER/NAME, "
+                "with --revision beside it"
+            )
         return data_files(Path(options.input), split, config)
     repository = Repository(options.input, options.revision or DEFAULT_REVISION, "--input", "dataset")
     commit = commit_of(repository)
@@ -139,7 +150,12 @@ def imported_row(options: ImportRequest, values: Row, location: RowLocation, ind
         prompt = make_row(options, "", prompt, "", "", {})["prompt"]
     elif not isinstance(prompt, list):
         raise location.error(options.prompt_field, f"{shown(repr(prompt))} instead of a text or messages; {present}")
-    messages = with_system_prompt(parse_turns(prompt, options.prompt_field, location), options.system)
+    turns = parse_turns(prompt, options.prompt_field, location)
+    if turns[-1]["role"] == "assistant":
+        raise location.error(
+            options.prompt_field, "ends with the assistant's turn, which is no prompt; --keep messages is for sft"
+        )
+    messages = with_system_prompt(turns, options.system)
     if options.answer_field is not None:
         given = column_value(values, options.answer_field)
         if given is None or given == "":

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class OwnRows:
         """
         self.files = [specification]
         self._required = required
+        self._refuses_media = False
         self._lock = threading.RLock()
         made = load_class(specification)
         self._data: Any = self._called("called with the files", lambda: made(list(files)))
@@ -115,14 +116,12 @@ class OwnRows:
         return rows // _BLOCK_ROWS
 
     def refuse_media(self) -> None:
-        """Raise DataError where the first row has images, videos or sound; see ``ParquetRows.refuse_media``."""
-        row = self._row(0)
-        for column in MEDIA_COLUMNS:
-            if row.get(column):
-                raise self.location(0).error(
-                    column,
-                    "only models of text are trained, which cannot see it; leave it out, or set data.images: drop",
-                )
+        """Raise DataError where a row has images, videos or sound: for the first at once, for others as they are read.
+
+        See ``ParquetRows.refuse_media``.
+        """
+        self._refuses_media = True
+        self._row(0)
 
     def _row(self, row: int) -> dict[str, Any]:
         values = self._called(f"asked for row {row}", lambda: self._data[row])
@@ -135,6 +134,12 @@ class OwnRows:
         for column in needed:
             if column not in values:
                 raise self.location(row).error(column, f"missing; the row has {shown(', '.join(map(str, names)))}")
+        for column in MEDIA_COLUMNS if self._refuses_media else ():
+            if not _is_nothing(values.get(column)):
+                raise self.location(row).error(
+                    column,
+                    "only models of text are trained, which cannot see it; leave it out, or set data.images: drop",
+                )
         return values
 
     def _called(self, when: str, call: Callable[[], Any]) -> Any:
@@ -145,6 +150,11 @@ class OwnRows:
         except Exception as error:
             why = f"{type(error).__name__}: {shown(str(error), 300)}"
             raise DataError(f"data.dataset: {shown(self.files[0])} raised {why} when it was {when}; fix it") from error
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether a row's value is None or has no content; pictures and arrays have no truth of their own."""
+    return value is None or (isinstance(value, Sized) and len(value) == 0)
 
 
 Rows = ParquetRows | OwnRows

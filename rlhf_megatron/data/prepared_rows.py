@@ -24,6 +24,8 @@ from rlhf_megatron.untrusted import kind_of, reason_of, shown
 
 ROWS_PER_GROUP = 1024
 MOST_ROWS = 10**7  # of a file
+# What pyarrow raises for values that no column of parquet can hold.
+UNWRITABLE = (pyarrow.ArrowException, OverflowError)
 
 CONSOLE = Console(stderr=True)
 
@@ -104,8 +106,25 @@ def split_name(options: RowRequest) -> str:
 def write_rows(rows: list[Row], output: Path) -> None:
     """Write the rows to a parquet file; raises DataError where that cannot be."""
     with replaced(output) as partial:
-        table = pyarrow.Table.from_pylist(rows)
-        pyarrow.parquet.write_table(table, partial, row_group_size=ROWS_PER_GROUP, compression="zstd")
+        try:
+            table = pyarrow.Table.from_pylist(rows)
+            pyarrow.parquet.write_table(table, partial, row_group_size=ROWS_PER_GROUP, compression="zstd")
+        except UNWRITABLE as error:
+            raise _unwritable_column(rows) or error from error
+
+
+def _unwritable_column(rows: list[Row]) -> DataError | None:
+    """Return what is wrong with the first column whose values make no column of parquet."""
+    for name in rows[0]:
+        try:
+            column = pyarrow.table({name: [row.get(name) for row in rows]})
+            pyarrow.parquet.write_table(column, pyarrow.BufferOutputStream())
+        except UNWRITABLE as error:
+            return DataError(
+                f"column {shown(name)}: its values make no column of parquet ({reason_of(error)}); write them alike in "
+                "all rows, as text for example, or leave the column out"
+            )
+    return None
 
 
 @contextlib.contextmanager

@@ -279,6 +279,7 @@ def test_images_are_never_dropped_in_silence(
 
 
 OWN = """
+import numpy
 class Sums:
     def __init__(self, files):
         self.numbers = [int(line) for file in files for line in open(file)]
@@ -294,6 +295,9 @@ class Sums:
 class Bare(Sums):
     def __getitem__(self, row):
         return {"prompt": [{"role": "user", "content": "x"}]}
+class Seeing(Sums):
+    def __getitem__(self, row):
+        return super().__getitem__(row) | {"images": numpy.zeros(0 if row < 2 else 2)}
 class Failing(Sums):
     def __len__(self):
         raise OSError("no such table")
@@ -323,14 +327,16 @@ def test_rows_of_a_users_own_class(tmp_path: Path, tokenizer_of: Callable[[str],
     assert resumed.next(40) == data.train.next(40)
     curriculum = open_data(section("Sums", curriculum={"column": "extra_info.level"}), tokenizer, seed=1).train
     assert [each.ground_truth for each in curriculum.next(3)] == ["1", "2", "3"]
-    numbers.write_text("7\n8\n")
+    numbers.write_text("7\n8\n9\n")
     for name, problem in (
+        ("Seeing", "own.py:Seeing, row 2, column images: only models of text are trained"),
         ("Bare", "own.py:Bare, row 0, column data_source: missing; the row has prompt"),
         ("Failing", r"data\.dataset: .*own\.py:Failing raised OSError: no such table when it was asked for its len"),
         ("Absent", "own.py has no class Absent"),
     ):
         with pytest.raises(DataError, match=problem):
             open_data(section(name), tokenizer, seed=1)
+    assert len(open_data(section("Seeing", images="drop"), tokenizer, seed=1).train.next(3)) == 3
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,28 @@ def test_conversations_of_others_are_refused(tmp_path: Path, conversations: Any,
         ),
         ("a.jsonl", '{"question": "x", "images": ["p"]}\n', FIELDS, "row 0, column images: only text is imported"),
         ("a.jsonl", '{"question": [{"role": "user"}]}\n', FIELDS, "column question: message 0 has content of type"),
-        ("a.jsonl", "", FIELDS, "0 rows are left"),
+        (
+            "a.jsonl",
+            '{"question": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": "1"}\n',
+            FIELDS,
+            "row 0, column question: ends with the assistant's turn, which is no prompt; --keep messages is for sft",
+        ),
+        ("a.jsonl", "", FIELDS, "a.jsonl: has no rows but those of --exclude"),
+        (
+            "a.jsonl",
+            '{"question": "x", "answer": "1"}\n',
+            [*FIELDS, "--size", "2"],
+            "1 rows are left, 2 were asked for; lower --size",
+        ),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]}\n',
+            ["--keep", "messages"],
+            "column messages: its values make no column of parquet (cannot mix list and non-list",
+        ),
+        ("a.jsonl", '{"a": 1, "b": 2}\n{"a": 1, "b": "x"}\n', ["--keep", "a", "b"], "column b: its values make no"),
+        ("a.jsonl", '{"a": 9999999999999999999999}\n', ["--keep", "a"], "column a: its values make no column"),
+        ("a.jsonl", '{"a": {}}\n', ["--keep", "a"], "column a: its values make no column"),
         ("a.json", '[{"question": "x", "answer": "1"}, 2]', FIELDS, "a.json, row 1: int instead of a JSON object"),
         ("a.json", '[{"question": "x"}', FIELDS, "a.json: not valid JSON"),
         ("a.jsonl.gz", '{"question": "x"}', FIELDS, "a.jsonl.gz cannot be read (Not a gzipped file"),
@@ -207,6 +228,25 @@ def test_one_line_says_what_is_wrong(tmp_path: Path, name: str, content: str, op
     with pytest.raises(DataError) as told:
         imported(tmp_path / name, *options)
     assert problem in str(told.value) and "\n" not in str(told.value)
+
+
+def test_what_is_imported_is_not_written_over(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl")
+    before = (tmp_path / "train.jsonl").read_bytes()
+    for given in ("train.jsonl", "."):
+        asked = ["import", "--input", str(tmp_path / given), *FIELDS, "--output", f"{tmp_path}/x/../train.jsonl"]
+        (tmp_path / "x").mkdir(exist_ok=True)
+        made = prepare_data.build_parser().parse_args(asked)
+        with pytest.raises(DataError, match=r"--output: .*train\.jsonl is one of the files to import; choose another"):
+            made.make_rows(made)
+    assert (tmp_path / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "nowhere.jsonl", "openai/gsm8k@main", "hf://datasets/openai/gsm8k"])
+def test_what_is_neither_here_nor_a_name_of_the_hub(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--input: there is no file or folder .*; a data set on the hub is OWNER/NAME"):
+        made = prepare_data.build_parser().parse_args(["import", "--input", name, *FIELDS, "--output", "x.parquet"])
+        made.make_rows(made)
 
 
 def test_a_compressed_file_that_ends_early_is_one_line(tmp_path: Path) -> None:
