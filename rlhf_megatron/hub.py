@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -130,6 +131,23 @@ def files_of(repository: Repository, commit: str) -> list[str]:
     with told(repository):
         api = huggingface_hub.HfApi(token=_token())
         return api.list_repo_files(repository.name, revision=commit, repo_type=repository.kind)
+
+
+def lacks(repository: Repository, commit: str, patterns: Sequence[str], left_out: Sequence[str] = LEFT_OUT) -> bool:
+    """Return whether a commit in the cache has no file of these patterns; False where its files are not known, as
+    offline."""
+    import huggingface_hub
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        tree = huggingface_hub.get_cached_repo_tree(repository.name, repo_type=repository.kind, revision=commit)
+    except CachedRepoTreeNotFoundError:
+        return False
+    return not any(_matches(file.path, patterns) and not _matches(file.path, left_out) for file in tree)
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
 
 
 def download(

@@ -23,7 +23,8 @@ def planning_folder(recipe: Recipe) -> Path:
     if given is None:
         tried = " nor ".join(shown(folder / "config.json") for folder in _candidates(recipe))
         raise RecipeError(
-            f"model.path: there is no {tried}; download the model, or set model.config to a folder with its config.json"
+            f"model.path: there is no {tried}; give the model's folder or its OWNER/NAME on the hub, or set "
+            "model.config to a folder with its config.json"
         )
     return given
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.agents.program import AgentProgram
@@ -31,7 +32,8 @@ from rlhf_megatron.generation.agent_turns import AgentTurns
 from rlhf_megatron.generation.judge_questions import encode_questions
 from rlhf_megatron.generation.partners import Trajectory, TurnTools, make_partner, why_failed
 from rlhf_megatron.generation.tool_turns import ToolTurns, described, with_tools
-from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.architecture import ModelError, read_architecture
+from rlhf_megatron.models.hf_files import located_tensors
 from rlhf_megatron.monitor.run_folder import RunFolder
 from rlhf_megatron.monitor.trackers import check_trackers
 from rlhf_megatron.planning.feasibility import check_tokens
@@ -43,6 +45,7 @@ from rlhf_megatron.recipe import MultiTurnSection, Recipe, RLRecipe
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.sandbox.probe import probe
 from rlhf_megatron.rewards.score import Scorer
+from rlhf_megatron.untrusted import shown
 
 ROWS = 4  # rows that tokenizer and rewards are tried on
 SECONDS = 120.0  # for each check of a dry run
@@ -85,7 +88,8 @@ def trackers_check(recipe: Recipe) -> Check:
 
 
 def models_checks(recipe: Recipe) -> list[Check]:
-    """Check that the folders of roles with models of their own have a config.json."""
+    """Check that the folders of roles with models of their own have a config.json, and warn of weights that are not
+    there."""
     folders = {name: section.weights_folder for name, section in recipe.roles.items()}
     if isinstance(recipe, RLRecipe) and recipe.judge:
         folders["judge"] = recipe.judge.path
@@ -95,7 +99,27 @@ def models_checks(recipe: Recipe) -> list[Check]:
         for name, folder in own.items()
         if not has_config(str(folder))
     ]
-    return missing or [Check("models", "ok", f"those of {', '.join(['actor', *own])}")]
+    unread = [] if recipe.model.random_weights else _missing_weights({"model": recipe.model.path} | own)
+    return [*missing, *unread] or [Check("models", "ok", f"those of {', '.join(['actor', *own])}")]
+
+
+def _missing_weights(folders: Mapping[str, str | None]) -> list[Check]:
+    """Return a warning for each model, by section, whose weights are not all in its folder: a plan needs none, but a
+    run does. Snapshots of the hub are completed at its start."""
+    checks = []
+    for name, folder in folders.items():
+        if folder is None or not has_config(folder) or Path(folder).parent.name == "snapshots":
+            continue
+        try:
+            files = set(located_tensors(Path(folder)).values())
+        except ModelError as error:
+            checks.append(Check("models", "warn", f"{name}.path: {error}"))
+            continue
+        absent = sorted(file.name for file in files if not file.exists())
+        if absent:
+            seen = f"{name}.path: {folder} lacks {len(absent)} of {len(files)} files of weights, such as {absent[0]}"
+            checks.append(Check("models", "warn", shown(seen), "download them before the run"))
+    return checks
 
 
 def judge_check(recipe: Recipe) -> list[Check]:

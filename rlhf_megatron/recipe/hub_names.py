@@ -24,6 +24,7 @@ from rlhf_megatron.hub import (
     commit_of,
     folder_of,
     is_hub_name,
+    lacks,
     patiently,
 )
 from rlhf_megatron.hub_arrival import arriving_folder
@@ -66,7 +67,7 @@ def with_folders(
         waits: None: all is there then. Else weights that the roles read may still come, see ``arriving_folder``.
 
     Raises:
-        RecipeError: a revision is given for a folder.
+        RecipeError: a revision is given for a folder; or, before weights are asked for, a repository has none.
         HubError: see ``folder_of``.
     """
     patterns = [*DESCRIPTION, *(CODE if recipe.model.trust_remote_code else ())]
@@ -75,11 +76,17 @@ def with_folders(
     judges = {each.repository.text for each in places if each.section == "judge"}  # vLLM looks for all of it at once
     for section, key, repository in places:
         commit = (commits or {}).get(repository.text) or commit_of(repository)
-        with_weights = weights and key == "path" and not recipe.model.random_weights
+        needs_weights = key == "path" and not recipe.model.random_weights
+        with_weights = weights and needs_weights
         if with_weights and waits is not None and repository.text not in judges:
             folder = arriving_folder(repository, commit, patterns, WEIGHTS, waits)
         else:
             folder = folder_of(repository, commit, [*patterns, *(WEIGHTS if with_weights else ())])
+        if needs_weights and not weights and lacks(repository, commit, WEIGHTS):
+            raise RecipeError(
+                f"{section}.{key}: {shown(repository.text)} has no {WEIGHTS[0]}, and no other weights are read; choose "
+                "another repository or revision"
+            )
         values.setdefault(section, {})[key] = str(folder)
     sections = dict(recipe)
     return recipe.model_copy(update={name: sections[name].model_copy(update=given) for name, given in values.items()})

@@ -115,8 +115,8 @@ def train(folder: Path, tmp_path: Path) -> Callable[..., Finished]:
         ),
         (
             ["sft.yaml", "model.path=nowhere", "--dry-run"],
-            "error: model.path: there is no nowhere/config.json; download the model, or set model.config to a folder "
-            "with its config.json",
+            "error: model.path: there is no nowhere/config.json; give the model's folder or its OWNER/NAME on the hub, "
+            "or set model.config to a folder with its config.json",
         ),
     ],
 )

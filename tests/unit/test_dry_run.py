@@ -568,7 +568,7 @@ def test_the_regathering_lines_are_the_callers() -> None:
 
 
 def test_a_plan_without_a_config_says_what_to_do() -> None:
-    with pytest.raises(RecipeError, match=r"there is no nowhere/config\.json; download the model, or set"):
+    with pytest.raises(RecipeError, match=r"there is no nowhere/config\.json; give the model's folder or"):
         dry_run(recipe_of("smollm_grpo", "model.path=nowhere", "model.config=null"), 1)
 
 

@@ -240,6 +240,17 @@ def test_a_run_waits_for_a_hub_that_is_away(server: HubServer, tmp_path: Path) -
     assert away.returncode == 2 and "error: model.path: me/tiny@main: the hub fails" in away.stderr.splitlines()[-1]
 
 
+def test_a_repository_without_safetensors_is_refused_before_a_run(server: HubServer, tmp_path: Path) -> None:
+    recipe, home = recipe_file(tmp_path), tmp_path / "hf"
+    server.add("models/me/tiny", {"config.json": b"{}", "pytorch_model.bin": b"x", "onnx/a.safetensors": b"x"})
+    plans = RUN.replace("with_run_folders(recipe, Path(sys.argv[2]), dict)", "planned(recipe)")
+    plans = plans.replace("import with_run_folders", "import planned")
+    options = [str(tmp_path / "named"), "reference.path=null", "reference.revision=null"]
+    assert_error(ask(server, home, plans, str(recipe), *options), "has no *.safetensors, and no other weights")
+    drawn = ask(server, home, plans, str(recipe), *options, "model.random_weights=true")
+    assert drawn.returncode == 0, drawn.stderr
+
+
 def write_sums(path: Path) -> None:
     import pyarrow.parquet
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -471,3 +472,19 @@ def test_rows_of_all_files_are_counted_and_roles_have_models(recipe_of: Callable
     assert data_checks(both) == [Check("rows", "ok", "6 training rows and 6 validation rows")]
     judge = {"path": str(folder / "model"), "tokens_per_gpu": 256}
     assert models_checks(recipe_of(reward_model=judge)) == [Check("models", "ok", "those of actor")]
+
+
+def test_weights_that_are_not_there_are_told(recipe_of: Callable[..., Recipe], folder: Path, tmp_path: Path) -> None:
+    def models(path: Path, **model: Any) -> list[Check]:
+        return models_checks(recipe_of(model={"path": str(path), "dtype": "float32", **model}))
+
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    [check] = models(tmp_path / "model")
+    assert check.result == "warn" and "neither model.safetensors nor model.safetensors.index.json" in check.seen
+    assert models(tmp_path / "model", random_weights=True)[0].result == "ok"
+    files = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (tmp_path / "model" / files["a"]).write_bytes(b"")
+    [check] = models(tmp_path / "model")
+    assert check.result == "warn" and check.seen.endswith(f"lacks 1 of 2 files of weights, such as {files['b']}")
