@@ -22,7 +22,8 @@ WITHOUT_SENSE = {
     "cudnn_benchmark": "cuDNN would choose between algorithms of convolutions, and only delta nets have one, by "
     "kernels of their own; leave it out",
     "torch_compile": "vLLM compiles the rollout's model unless rollout.enforce_eager; the trainer's layers are "
-    "kernels of Megatron's and Transformer Engine's; leave it out",
+    "kernels of Megatron's and Transformer Engine's (compiled: docs/results.md#training-speed-of-a-7b-shape); leave it "
+    "out",
     # vLLM's keys, and verl's: a section, and what is in it.
     **dict.fromkeys(
         (

@@ -76,3 +76,10 @@ def test_stages_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     assert not gsm8k.make("sampled_grpo_1", tmp_path, [], [])  # there is no model to ask
     assert gsm8k.report(tmp_path, [1]) == []  # of SFT alone there is no answer yet
     assert json.loads((tmp_path / "gsm8k.json").read_text())["greedy"] == {"grpo": {}}
+
+
+def test_a_run_that_went_on_leaves_its_last_model(tmp_path: Path) -> None:
+    write_run(tmp_path, [False], [True])
+    (tmp_path / "export" / "step-3").mkdir()
+    (tmp_path / "export" / "step-3" / "config.json").write_text("{}")
+    assert gsm8k.result_of(tmp_path) == tmp_path / "export" / "step-20"

@@ -111,9 +111,10 @@ def make(stage: str, output: Path, sft: Sequence[str], grpo: Sequence[str]) -> b
 
 
 def result_of(folder: Path) -> Path | None:
-    """Return what a finished stage leaves: a model, or the file of an evaluation; None: it is not finished."""
-    files = [*folder.glob("export/step-*/config.json"), *folder.glob("evaluation.json")]
-    return None if not files else files[0] if files[0].name == "evaluation.json" else files[0].parent
+    """Return what a finished stage leaves: its last model, or the file of an evaluation; None: it is not finished."""
+    exports = [file.parent for file in folder.glob("export/step-*/config.json")]
+    last = max(exports, key=lambda export: int(export.name.removeprefix("step-")), default=None)
+    return last or next(folder.glob("evaluation.json"), None)
 
 
 def launch(script: str, words: Sequence[str | Path]) -> bool:
