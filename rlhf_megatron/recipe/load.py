@@ -25,7 +25,7 @@ from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.rollout_recipe import RolloutRecipe
 from rlhf_megatron.recipe.supervised import RewardModelingRecipe, SFTRecipe
 from rlhf_megatron.redaction import HIDDEN
-from rlhf_megatron.shipped import recipe_file
+from rlhf_megatron.shipped import recipe_file, shipped_recipes
 from rlhf_megatron.untrusted import MOST_LEVELS, is_within_levels, read_bytes, reason_of, shown
 
 # Far beyond any recipe that a person or a program writes on purpose: of one file, and files with all their overlays.
@@ -245,12 +245,18 @@ def _read_with_defaults(path: Path, parents: tuple[Path, ...], files: Iterator[i
     return merged
 
 
+def _other_recipe(path: Path) -> str:
+    """Return what to give instead of a recipe that is not there."""
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), [file.stem for file in shipped_recipes()], 1)
+    return f"did you mean {near[0]}?" if near else "give a file, or a name that `rlhf-megatron recipes` lists"
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in one file; raises RecipeError naming the line of a mistake in it."""
     try:
         os.stat(path)
     except (OSError, ValueError) as error:  # ValueError: a character that no name can have
-        raise RecipeError(f"{shown(path)}: cannot be read ({reason_of(error)}); recipes are in recipes/") from error
+        raise RecipeError(f"{shown(path)}: cannot be read ({reason_of(error)}); {_other_recipe(path)}") from error
     try:
         values = parse_yaml(read_bytes(path, RecipeError, _MOST_BYTES).decode("utf-8"))
     except UnicodeDecodeError as error:

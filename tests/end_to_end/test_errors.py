@@ -99,7 +99,11 @@ def train(folder: Path, tmp_path: Path) -> Callable[..., Finished]:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["nowhere.yaml"], "error: nowhere.yaml: cannot be read (No such file or directory); recipes are in recipes/"),
+        (
+            ["nowhere.yaml"],
+            "error: nowhere.yaml: cannot be read (No such file or directory); give a file, or a name that "
+            "`rlhf-megatron recipes` lists",
+        ),
         (
             ["sft.yaml", "actor.optimiser.learning_rate=1"],
             "error: sft.yaml: unknown key actor.optimiser; did you mean actor.optimizer?",

@@ -132,6 +132,11 @@ def test_recipes_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pyte
     assert recipe_file("overlays/dapo") == ROOT / "recipes" / "overlays" / "dapo.yaml"
     for unknown in ("nowhere", "../recipes/qwen7b_grpo", "x" * 5000, "a\0b"):
         assert recipe_file(unknown) == Path(unknown)
+    for mistyped in ("qwen7b_grp", "recipes/qwen_7b_grpo.yaml"):
+        with pytest.raises(
+            UserError, match=r"cannot be read \(No such file or directory\); did you mean qwen7b_grpo\?"
+        ):
+            load_recipe(mistyped)
     Path("qwen7b_grpo.yaml").write_text("defaults: [qwen7b_lora, overlays/dapo]\nsteps: 7\n", encoding="utf-8")
     assert recipe_file("qwen7b_grpo.yaml") == Path("qwen7b_grpo.yaml")
     recipe = load_recipe("qwen7b_grpo.yaml")
