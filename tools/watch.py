@@ -43,8 +43,9 @@ def server_of(runs: list[str], address: str, port: int) -> PageServer:
     if len(files) > MOST_RUNS:
         raise MonitorError(f"watch: {len(files)} runs; at most {MOST_RUNS} are shown beside each other")
     for file in files.values():
-        if file.name != "metrics.jsonl" or not file.parent.is_dir():
-            raise MonitorError(f"{file}: there is no such folder; give the folder of a run")
+        folder = file.parent if file.name == "metrics.jsonl" else file
+        if not folder.is_dir():
+            raise MonitorError(f"{folder}: there is no such folder; give the folder of a run")
     folders = {label: file.parent for label, file in files.items()}
     return PageServer(Pages(folders), page_token(), listening_socket(address, port, "--port"))
 

@@ -58,7 +58,7 @@ class Collector:
         recipe = context.recipe
         in_a_step = recipe.batch.prompts_per_step * recipe.batch.responses_per_prompt
         most = 4 * in_a_step * (1 + recipe.rollout.updates_in_flight) if recipe.monitor.rollouts.every else 0
-        self.notes = ScoreNotes(most, recipe.reward_names)
+        self.notes = ScoreNotes(most, recipe.kept_reward_names)
 
     def collect(self, step: int) -> Collected:
         """Return the step's rows in whole groups; collective over the team that generates.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_megatron.monitor.run_view import RunView
+from rlhf_megatron.monitor.run_view import Headline, RunView
 from rlhf_megatron.recipe.differences import differing_values, shown_value
 
 
@@ -36,7 +36,10 @@ def _in_cell(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Compared:
-    """One headline of several runs: each one's value, NaN where it has none, and the places of the best."""
+    """One headline of several runs: each one's value, NaN where it has none, and the places of the best.
+
+    Values are those of the newest step that all have, else each one's last; of speeds the medians.
+    """
 
     label: str
     values: list[float]
@@ -61,9 +64,23 @@ def compared(runs: Sequence[RunView]) -> list[Compared]:
     rows, unequal = [], apart(runs)
     for label in dict.fromkeys(headline.label for run in runs for headline in run.headlines):
         of_runs = [{each.label: each for each in run.headlines}.get(label) for run in runs]
-        better = next(each.better for each in of_runs if each)
-        known = [each.last for each in of_runs if each]
-        top = (max(known) if better > 0 else min(known)) if better and len(set(known)) > 1 and not unequal else None
-        best = [index for index, each in enumerate(of_runs) if each and each.last == top]
-        rows.append(Compared(label, [each.last if each else math.nan for each in of_runs], best))
+        first = next(each for each in of_runs if each)
+        step = None if first.is_speed else _newest_common_step(runs, of_runs)
+        values = [_value(run, each, step) for run, each in zip(runs, of_runs, strict=True)]
+        known = {value for value in values if not math.isnan(value)}
+        is_fair = bool(first.better) and (first.is_speed or step is not None) and not unequal
+        top = (max(known) if first.better > 0 else min(known)) if is_fair and len(known) > 1 else None
+        rows.append(Compared(label, values, [index for index, value in enumerate(values) if value == top]))
     return rows
+
+
+def _newest_common_step(runs: Sequence[RunView], of_runs: Sequence[Headline | None]) -> int | None:
+    """Return the newest step of which all runs that have a headline have its metric."""
+    steps = [set(run.series[each.metric][0]) for run, each in zip(runs, of_runs, strict=True) if each]
+    return max(set.intersection(*steps), default=None)
+
+
+def _value(run: RunView, headline: Headline | None, step: int | None) -> float:
+    if headline is None:
+        return math.nan
+    return headline.last if step is None else dict(zip(*run.series[headline.metric], strict=True))[step]

@@ -40,6 +40,11 @@ class Headline:
         return _FLOORS.get(self.metric, 0.0)
 
     @property
+    def is_speed(self) -> bool:
+        """True where steps are repetitions of one measurement."""
+        return self.first is None
+
+    @property
     def same_questions(self) -> bool:
         """True where first and last are of the same questions, so that one can be better than the other."""
         return self.metric.startswith("eval/")

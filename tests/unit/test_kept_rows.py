@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 
+from rlhf_megatron.data.prompts import Prompt
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.data.row_numbers import numbers_of
 from rlhf_megatron.generation.kept_rollouts import chosen_rows, held_table, outputs_table
+from rlhf_megatron.generation.score_notes import ScoreNotes
+from rlhf_megatron.monitor.kept_files import read_rows
 from rlhf_megatron.monitor.kept_rows import OUTPUTS, columns_for_people, digest_of, kept_table, notes_schema
+from rlhf_megatron.recipe import load_recipe
+from rlhf_megatron.rewards.score import Score
+from rlhf_megatron.rollout.engine import Completion
 
 PROMPTS, ANSWERS = [[1, 2], [1, 2], [3]], [[10, 11, 12, 13], [14], [15, 16]]
 SAMPLED = [[True, False, False, True], [True], [True, True]]  # the first has two tokens from somebody else
@@ -60,6 +70,23 @@ def test_tables_of_several_ranks_become_one() -> None:
     shown = columns_for_people(table)
     assert shown["response"][1] == "<14>" and "tokens" not in shown and "turns" not in shown
     assert (shown["model_turns"][0], shown["turn_rewards"][0]) == (2, "-0.25, 1.5")
+
+
+def test_a_right_answer_stays_right_where_the_reward_is_less_by_a_penalty(tmp_path: Path) -> None:
+    recipe: Any = load_recipe(Path(__file__).parents[2] / "recipes/qwen32b_dapo.yaml")
+    answered: Any = SimpleNamespace(
+        prompts=[Prompt(0, "sums", (3,), "7", {})],
+        completions=[Completion(0, [15, 16], [-2.0, -3.0], "stop", [1, 1])],
+        scores=lambda: [Score(1.0, (1.0,))],
+    )
+    notes = ScoreNotes(1, recipe.kept_reward_names)
+    notes.add(answered)
+    row = batch_from_rows([[3]], [[15, 16]], group_id=[0], row_id=[0], rewards=[0.75])
+    table = kept_table(held_table(row), OUTPUTS.empty_table(), notes.table([digest_of([3, 15, 16])]), 5, words)
+    (tmp_path / "rollouts").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "rollouts" / "step-5.parquet")
+    [kept] = read_rows(tmp_path, "training", 5, recipe.evaluation.correct_from)
+    assert (kept.reward, kept.parts, kept.wrong) == (0.75, {"rule": 1.0}, False)
 
 
 def test_the_latest_outputs_of_a_row_count() -> None:

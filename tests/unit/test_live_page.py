@@ -261,4 +261,4 @@ def test_tokens_are_long_and_ports_differ(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_cannot_be_watched_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert watch.main([str(tmp_path / "none")]) == 2
-    assert "there is no such folder; give the folder of a run" in capsys.readouterr().err
+    assert f"error: {tmp_path / 'none'}: there is no such folder; give the folder of a run" in capsys.readouterr().err

@@ -88,15 +88,30 @@ def test_runs_are_compared_and_so_are_their_recipes(tmp_path: Path) -> None:
     write_page({"first": first, "second": second}, tmp_path / "both.html")
     page = Page((tmp_path / "both.html").read_text(encoding="utf-8"))
     cells = page.of("td")
-    assert cells[cells.index("reward") + 1 :][:2] == ["0.5", "1"]
+    assert cells[cells.index("reward") + 1 :][:2] == ["0.5", "0.5"], "of step 4, which both have"
     views = [view_of("first", first), view_of("second", second)]
     differences = recipe_differences(views)
     assert differences.labels == ["first", "second"]
     assert differences.rows == [("actor.layout.tensor", ["1", "2"]), ("reference", ["null", "{...}"])]
-    assert [row.best for row in compared(views) if row.label == "reward"] == [[1]]
+    by_label = {row.label: row for row in compared(views)}
+    assert by_label["reward"].best == [] and by_label["held-out accuracy, gsm8k"].values == [0.25, 0.25]
     write_page({"first": first, "again": first}, tmp_path / "same.html")
     same = Page((tmp_path / "same.html").read_text(encoding="utf-8"))
     assert "Nowhere but in their names." in same.of("p")
+
+
+def test_the_better_one_is_marked_at_a_step_that_both_have(tmp_path: Path) -> None:
+    longer, shorter = write_run(tmp_path / "longer", 8), write_run(tmp_path / "shorter", 4)
+    lines = (shorter / "metrics.jsonl").read_text().replace('"reward/mean": 0.5', '"reward/mean": 0.625')
+    (shorter / "metrics.jsonl").write_text(lines.replace('_time_ms": 4000.0', '_time_ms": 3000.0'))
+    by_label = {row.label: row for row in compared([view_of("longer", longer), view_of("shorter", shorter)])}
+    assert (by_label["reward"].values, by_label["reward"].best) == ([0.5, 0.625], [1])
+    speed = by_label["milliseconds per step"]
+    assert (speed.values, speed.best) == ([4000.0, 3000.0], [1])
+    apart_in_steps = write_run(tmp_path / "apart", 4)
+    (apart_in_steps / "metrics.jsonl").write_text('{"step": 9, "reward/mean": 0.875}\n')
+    by_label = {row.label: row for row in compared([view_of("longer", longer), view_of("apart", apart_in_steps)])}
+    assert (by_label["reward"].values, by_label["reward"].best) == ([1.0, 0.875], [])
 
 
 def test_nothing_is_better_where_batches_differ(tmp_path: Path) -> None:

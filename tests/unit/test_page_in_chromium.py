@@ -18,6 +18,10 @@ from run_pages import kept, write_rows, write_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 
+FITS = (
+    "(() => { const of = [...document.querySelectorAll('.box')].find(e => e.querySelector('h2').innerText === '%s')"
+    ".querySelector('.wide'); return of.scrollWidth <= of.clientWidth; })()"
+)
 BAD = "</span></pre><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 
 
@@ -64,6 +68,12 @@ async def look(server: PageServer, run: Path, tmp_path: Path) -> None:
         write_page({"one": run}, tmp_path / "report.html")
         await tab.open((tmp_path / "report.html").as_uri())
         await texts_are_texts(tab)
+        stopped = [{"what": "stop", "step": 4, "why": "a reason that is far longer than a column of a phone is wide"}]
+        other = write_run(tmp_path / "another-with-a-long-name", events=stopped, data={"train_files": ["/a/b/" * 9]})
+        write_page({run.name: run, other.name: other}, tmp_path / "both.html")
+        await tab.open((tmp_path / "both.html").as_uri(), 390)
+        for table in ("Beside each other", "Where the recipes differ"):
+            assert await tab.evaluate(FITS % table), "values of both runs are seen without moving them"
         assert not [complaint for complaint in tab.complaints if "favicon" not in complaint]
 
 
