@@ -127,17 +127,20 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """An MLflow run: on the server of MLFLOW_TRACKING_URI, or else in mlflow.db of the run folder."""
+    """An MLflow run: on the server of MLFLOW_TRACKING_URI, or else in mlflow.db and mlflow/ of the run folder."""
 
     is_local: ClassVar[bool] = False
 
     def __init__(self, run_folder: RunFolder, run_settings: Mapping[str, Any]) -> None:
         mlflow = _import("mlflow", "mlflow")
         self._mlflow = mlflow
+        experiment, folder = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlhf_megatron"), run_folder.path.resolve()
         try:
             if not os.environ.get("MLFLOW_TRACKING_URI"):
-                mlflow.set_tracking_uri(f"sqlite:///{(run_folder.path / 'mlflow.db').resolve()}")
-            mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlhf_megatron"))
+                mlflow.set_tracking_uri(f"sqlite:///{folder / 'mlflow.db'}")
+                if mlflow.get_experiment_by_name(experiment) is None:  # else tables and models lie where the run began
+                    mlflow.create_experiment(experiment, artifact_location=(folder / "mlflow").as_uri())
+            mlflow.set_experiment(experiment)
             if not self._goes_on(_known_run(run_folder, "mlflow")):
                 run = mlflow.start_run(run_name=run_folder.name)
                 _remember_run(run_folder, "mlflow", run.info.run_id)

@@ -406,9 +406,12 @@ def test_rows_are_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_rows_are_a_table_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed (extra: trackers)")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)  # where mlflow keeps what is no number
-    with MetricsLogger(prepared(tmp_path), Settings(("mlflow",))) as logger:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # where mlflow by itself keeps what is no number
+    folder = prepared(tmp_path)
+    with MetricsLogger(folder, Settings(("mlflow",))) as logger:
         logger.log_rollouts(3, ROLLOUTS)
+    assert not any((tmp_path / "elsewhere").iterdir()) and any((folder.path / "mlflow").iterdir())
     [run] = mlflow.search_runs(experiment_names=["rlhf_megatron"], output_format="list")
     path = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path="rollouts/step-3.json")
     assert json.loads(Path(path).read_text()) == SHOWN
@@ -417,7 +420,6 @@ def test_rows_are_a_table_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_export_is_a_model_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed (extra: trackers)")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)  # where mlflow keeps what is no number
     exported = write_bpe_tokenizer(make_model(tmp_path / "exported", vocabulary=400))
     with MetricsLogger(prepared(tmp_path), Settings(("jsonl", "mlflow"))) as logger:
         logger.log_model(3, exported)
