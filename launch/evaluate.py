@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 
+from rlhf_megatron.compat.vllm.names import check_installed
 from rlhf_megatron.recipe import RolloutRecipe, load_evaluation
 from rlhf_megatron.recipe.arguments import add_recipe_arguments
 from rlhf_megatron.recipe.hub_names import with_folders
@@ -47,6 +48,7 @@ def main() -> int:
 
 def evaluate(recipe: RolloutRecipe) -> int:
     """Do this rank's part."""
+    check_installed()
     recipe = with_folders(recipe, weights=True)
     from rlhf_megatron.evaluation.standalone import evaluate as run
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rlhf_megatron.checkpoint.manifest import read_manifest
 from rlhf_megatron.child_python import end_with_parent
+from rlhf_megatron.compat.vllm.names import check_installed
 from rlhf_megatron.errors import UserError, errors_of
-from rlhf_megatron.recipe import AnyRecipe, load_recipe
+from rlhf_megatron.recipe import AnyRecipe, RolloutRecipe, load_recipe
 from rlhf_megatron.recipe.arguments import add_recipe_arguments
 from rlhf_megatron.recipe.hub_names import planned, with_run_folders
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
@@ -97,6 +98,8 @@ def planned_world(asked: str | None) -> int:
 def train(recipe: AnyRecipe, resume: str, check_first: bool) -> int:
     """Run the recipe's loop on this rank; return the exit status."""
     run_folder = Path(recipe.run_root) / recipe.name
+    if isinstance(recipe, RolloutRecipe):
+        check_installed()
     # A preflight compares the nodes' files, so it needs them all.
     saved = functools.partial(commits_of_checkpoint, resume)
     recipe = with_run_folders(recipe, run_folder, saved, is_whole=check_first)

