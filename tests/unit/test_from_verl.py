@@ -162,6 +162,11 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.05"], "algorithm.kl_placement", "reward"),
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"],
          "algorithm.kl_controller.target", 0.2),
+        # ray_trainer.py: every row of every step.
+        (["trainer.rollout_data_dir=/kept", f"{ROLLOUT}.n=4", "data.train_batch_size=8",
+          f"{ACTOR}.ppo_mini_batch_size=8"], "monitor.rollouts.rows", 32),
+        (["data.image_key=null", "actor_rollout_ref.model.path=/models/Qwen3-VL-8B"],
+         "model.path", "/models/Qwen3-VL-8B"),
         ([f"{ACTOR}.tis_imp_ratio_cap=3"], "algorithm.rollout_correction.threshold", 3.0),
         (["algorithm.rollout_correction.rollout_is=sequence"], "algorithm.rollout_correction.level", "sequence"),
         (["algorithm.rollout_correction.rollout_rs=geometric",
@@ -305,6 +310,7 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         (f"{ACTOR}.megatron.param_offload=", "param_offload=: has no value, so verl's default is taken"),
         (f"{ACTOR}.policy_loss.loss_mode=", "loss_mode=: has no value, so verl's default is taken"),
         ("data.truncation=left", "prompts are never cut"),
+        ("trainer.rollout_data_dir=/kept", "rows are kept in rollouts/ of the run's folder"),
         ("data.val_max_samples=5", "are the first rows, and verl's are drawn"),
         # core_algos.py: alpha = rows / count_nonzero(rewards); masked_whiten over tokens; top-k in a micro-batch.
         ("algorithm.adv_estimator=gpg", "alpha is over groups whose rewards differ"),

@@ -169,7 +169,8 @@ def check_columns(command: Command, tree: Tree) -> None:
     if "agent_name" in columns:
         command.refuse("data.train_files", "the column agent_name chooses verl's agent loops, which are not here")
     for key, default in (("image", "images"), ("video", "videos"), ("audio", "audios")):
-        column = command.take(f"data.{key}_key", default)
+        is_null = command.given.get(f"data.{key}_key", default) is None
+        column = None if is_null else command.take(f"data.{key}_key", default)
         is_of_images = key == "image" and re.search(r"(?i)\b(vl|omni|vision)\b", tree["model"]["path"])
         is_named = f"data.{key}_key" in command.written or is_of_images
         if column in columns or (column and is_named and not readable):
@@ -334,6 +335,10 @@ def put_operations(command: Command, tree: Tree) -> None:
     loggers = take("trainer.logger", ["console", "wandb"])
     listed = [str(name) for name in loggers] if isinstance(loggers, list) else re.findall(r"[^][,'\" ]+", loggers)
     put("monitor.trackers", ["jsonl", *(name for name in ("tensorboard", "wandb", "mlflow") if name in listed)])
+    if take("trainer.rollout_data_dir"):
+        put("monitor.rollouts.every", 1)
+        put("monitor.rollouts.rows", tree["batch"]["prompts_per_step"] * tree["batch"]["responses_per_prompt"])
+        command.remark("trainer.rollout_data_dir", "rows are kept in rollouts/ of the run's folder")
     others = sorted(set(listed) - {"console", "tensorboard", "wandb", "mlflow", "file"})
     if others:
         command.remark("trainer.logger", f"{', '.join(others)} cannot be written to")
