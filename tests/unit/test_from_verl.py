@@ -162,6 +162,7 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.05"], "algorithm.kl_placement", "reward"),
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2"],
          "algorithm.kl_controller.target", 0.2),
+        (["global_profiler.steps=[2,4]", "global_profiler.tool=nsys"], "monitor.profile.steps", [2, 4]),
         # ray_trainer.py: every row of every step.
         (["trainer.rollout_data_dir=/kept", f"{ROLLOUT}.n=4", "data.train_batch_size=8",
           f"{ACTOR}.ppo_mini_batch_size=8"], "monitor.rollouts.rows", 32),
@@ -310,6 +311,7 @@ def test_adapters_bring_their_reference(tmp_path: Path, capsys: pytest.CaptureFi
         (f"{ACTOR}.megatron.param_offload=", "param_offload=: has no value, so verl's default is taken"),
         (f"{ACTOR}.policy_loss.loss_mode=", "loss_mode=: has no value, so verl's default is taken"),
         ("data.truncation=left", "prompts are never cut"),
+        ("global_profiler.tool=npu", "steps are recorded by torch and nsys alone"),
         ("trainer.rollout_data_dir=/kept", "rows are kept in rollouts/ of the run's folder"),
         ("data.val_max_samples=5", "are the first rows, and verl's are drawn"),
         # core_algos.py: alpha = rows / count_nonzero(rewards); masked_whiten over tokens; top-k in a micro-batch.

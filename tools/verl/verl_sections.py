@@ -79,6 +79,7 @@ def translate(command: Command, rows: int | None) -> tuple[dict[str, Any], int]:
     put_responses(command, tree)
     put_rewards(command, tree)
     put_operations(command, tree)
+    put_profile(command, tree)
     return tree, put_placement(command, tree)
 
 
@@ -342,3 +343,14 @@ def put_operations(command: Command, tree: Tree) -> None:
     others = sorted(set(listed) - {"console", "tensorboard", "wandb", "mlflow", "file"})
     if others:
         command.remark("trainer.logger", f"{', '.join(others)} cannot be written to")
+
+
+def put_profile(command: Command, tree: Tree) -> None:
+    """Put the steps whose kernels are recorded, by the tools that are here too."""
+    steps, tool = command.take("global_profiler.steps"), command.take("global_profiler.tool")
+    if tool not in (None, "torch", "nsys"):
+        command.remark("global_profiler.tool", "steps are recorded by torch and nsys alone, so none are")
+    elif tool and steps:
+        tree.put("monitor.profile.steps", steps)
+        tree.put("monitor.profile.tool", tool)
+        command.remark("global_profiler.steps", "ranks and phases are those of monitor.profile")
