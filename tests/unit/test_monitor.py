@@ -138,6 +138,18 @@ def test_a_run_from_the_checkpoint_of_another_keeps_that_ones_recipe(tmp_path: P
     assert write_recipe(folder, "name: run\nseed: 2\n", 40, other.path) == written, "again, after a crash"
 
 
+def test_a_model_of_the_hub_is_the_same_in_any_cache(tmp_path: Path) -> None:
+    folder, commits = prepared(tmp_path), ("a" * 40, "b" * 40)
+    first, moved, newer = (
+        f"seed: 1\nmodel:\n  path: {home}/hub/models--Qwen--Qwen2.5-7B/snapshots/{commit}\n"
+        for home, commit in (("/home/a/hf", commits[0]), ("/scratch", commits[0]), ("/scratch", commits[1]))
+    )
+    write_recipe(folder, first, 0, folder.path)
+    assert write_recipe(folder, moved, 20, folder.path).changes == []
+    written = write_recipe(folder, newer, 40, folder.path)
+    assert written.changes == [("model.path", [f"Qwen/Qwen2.5-7B@{commit}" for commit in commits])]
+
+
 def test_a_damaged_recipe_is_moved_aside_and_nothing_is_said_of_it(tmp_path: Path) -> None:
     folder = prepared(tmp_path)
     folder.recipe.write_bytes(b"{\xff: [")
