@@ -56,10 +56,11 @@ RECIPE: dict[str, Any] = {
     "checkpoint": {"save_interval": 1, "keep_last_k": 3},
     "monitor": {"plots": False},
 }
-# All state that a run can have: a critic, its warm-up, a KL controller, minibatches, groups that wait, an evaluation.
+# All state that a run can have: a critic of another type, its warm-up, a scale of float16's losses, a KL controller,
+# minibatches, groups that wait, an evaluation.
 PPO: dict[str, Any] = {
     "name": "ppo",
-    "model": {**RECIPE["model"], "read_once": True},
+    "model": {**RECIPE["model"], "dtype": "float16", "read_once": True},
     "batch": {"prompts_per_step": 4, "responses_per_prompt": 2, "minibatch_prompts": 2},
     "rollout": {"max_response_length": 10, "scheduling": "static"},
     "critic": {
@@ -245,6 +246,7 @@ def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
     start = (
         "steps=3",
         "critic.warmup_steps=1",
+        "model.dtype=float32",
         "critic.dtype=null",
         "evaluation.interval=3",
         "checkpoint.keep_last_k=3",
