@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhf_megatron.errors import DataError, UserError
+from rlhf_megatron.hub import local_folder
 from rlhf_megatron.models.gguf import GgufFile
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
@@ -331,7 +332,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     saved.add_argument("--input", type=Path, required=True, help="such as runs/NAME/checkpoints/step-40")
     saved.add_argument("--role", default="actor", help="actor or critic (default %(default)s)")
-    saved.add_argument("--model", type=Path, help="folder with config and tokenizer (default: the run's model.path)")
+    saved.add_argument("--model", help="folder, or OWNER/NAME, of config and tokenizer (default: the run's model.path)")
     for each in (command, saved):
         each.add_argument("--output", type=path_argument, required=True, help="folder to write; must not exist")
         each.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (default %(default)s)")
@@ -346,7 +347,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "gguf-to-hf":
             written = gguf_to_hf(options.input, options.output, options.dtype)
         else:
-            written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, options.model)
+            model = None if options.model is None else Path(local_folder(options.model, "--model"))
+            written = checkpoint_to_hf(options.input, options.output, options.dtype, options.role, model)
     except OSError as error:
         raise UserError(
             f"--output: {options.output} cannot be written ({reason_of(error)}); make room, or choose another"

@@ -22,7 +22,8 @@ import pyarrow
 import pyarrow.ipc
 import yaml
 
-from rlhf_megatron.data.parquet import MEDIA_COLUMNS, UNREADABLE, RowLocation, SourceFile, python_rows
+from rlhf_megatron.data.media import media_of_row, media_of_schema
+from rlhf_megatron.data.parquet import UNREADABLE, RowLocation, SourceFile, python_rows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.untrusted import check_regular, parse_json, read_json, read_text, reason_of, shown
@@ -65,19 +66,17 @@ def read_records(path: Path, columns: Sequence[str], drops_images: bool = False)
     kind = format_of(path)
     if kind not in kinds:
         raise DataError(f"--input: {shown(path)} is none of {', '.join(FORMATS)}; convert it")
-    wanted = columns if drops_images else [*columns, *MEDIA_COLUMNS]
-    for location, values in kinds[kind](path, list(dict.fromkeys(wanted))):
-        for column in MEDIA_COLUMNS:
-            if values.get(column) and not drops_images:
-                raise location.error(column, "only text is imported; --drop-images imports that alone")
+    for location, values in kinds[kind](path, list(dict.fromkeys(columns)), not drops_images):
+        for column in () if drops_images else media_of_row(values):
+            raise location.error(column, "only text is imported; --drop-images imports that alone")
         yield location, values
 
 
 def format_of(path: str | Path) -> str:
     """Return the ending of a file's name, which is one of FORMATS where the file can be read; .gz is passed over."""
     name = Path(path)
-    inner = Path(name.stem).suffix if name.suffix == COMPRESSED else ""
-    return inner if inner in (".jsonl", ".json", *_DELIMITERS) else name.suffix
+    inner = Path(name.stem).suffix.lower() if name.suffix.lower() == COMPRESSED else ""
+    return inner if inner in (".jsonl", ".json", *_DELIMITERS) else name.suffix.lower()
 
 
 def data_files(path: Path, split: str, config: str | None = None) -> list[Path]:
@@ -176,7 +175,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _opened(path: Path) -> gzip.GzipFile | io.BufferedReader:
     """Open a file of text; of a compressed one, the text."""
-    return gzip.open(path, "rb") if path.suffix == COMPRESSED else path.open("rb")
+    return gzip.open(path, "rb") if path.suffix.lower() == COMPRESSED else path.open("rb")
 
 
 def _check_file(path: Path) -> None:
@@ -208,7 +207,7 @@ def _checked(record: Any, where: str) -> dict[str, Any]:
     return record
 
 
-def _json(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+def _json(path: Path, columns: Sequence[str], with_media: bool) -> Iterator[Record]:
     """Yield the rows of a file with one JSON object per line, or with one list of them."""
     listed = _list(path)
     if listed is None:
@@ -240,7 +239,7 @@ def _list(path: Path) -> list[Any] | None:
     return listed
 
 
-def _csv(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+def _csv(path: Path, columns: Sequence[str], with_media: bool) -> Iterator[Record]:
     """Yield the rows of a csv or tsv file, whose first line names the columns; all values are texts."""
     csv.field_size_limit(MOST_LINE_BYTES)
     kind = format_of(path)
@@ -262,12 +261,13 @@ def _csv(path: Path, columns: Sequence[str]) -> Iterator[Record]:
         raise DataError(f"--input: {shown(path)} is not {kind[1:]} ({reason_of(error)}); write it again") from error
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+def _parquet(path: Path, columns: Sequence[str], with_media: bool) -> Iterator[Record]:
     file = SourceFile(path, [], columns)
-    yield from _of_batches(path, file.batches(range(len(file.row_groups)), file.columns, _ROWS_AT_ONCE))
+    wanted = list(dict.fromkeys([*file.columns, *(file.media if with_media else ())]))
+    yield from _of_batches(path, file.batches(range(len(file.row_groups)), wanted, _ROWS_AT_ONCE))
 
 
-def _arrow(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+def _arrow(path: Path, columns: Sequence[str], with_media: bool) -> Iterator[Record]:
     """Yield the rows of an arrow file, as ``datasets`` keeps them: a stream, or the format with a footer."""
     try:
         with pyarrow.memory_map(str(path)) as source:
@@ -276,7 +276,7 @@ def _arrow(path: Path, columns: Sequence[str]) -> Iterator[Record]:
             except pyarrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(source)
                 batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-            kept = (_selected(batch, columns) for batch in batches)
+            kept = (_selected(batch, columns, with_media) for batch in batches)
             yield from _of_batches(path, kept)
     except UNREADABLE as error:
         if isinstance(error, DataError):
@@ -284,8 +284,9 @@ def _arrow(path: Path, columns: Sequence[str]) -> Iterator[Record]:
         raise DataError(f"--input: {shown(path)} cannot be read ({reason_of(error)}); make it again") from error
 
 
-def _selected(batch: pyarrow.RecordBatch, columns: Sequence[str]) -> pyarrow.RecordBatch:
-    return batch.select([name for name in columns if name in batch.schema.names])
+def _selected(batch: pyarrow.RecordBatch, columns: Sequence[str], with_media: bool) -> pyarrow.RecordBatch:
+    wanted = [*columns, *(media_of_schema(batch.schema) if with_media else ())]
+    return batch.select([name for name in dict.fromkeys(wanted) if name in batch.schema.names])
 
 
 def _of_batches(path: Path, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Record]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy
 from numpy.typing import NDArray
 
 from rlhf_megatron.data.column_values import column_value
-from rlhf_megatron.data.parquet import MEDIA_COLUMNS, VERL_COLUMNS, Columns, RowLocation
+from rlhf_megatron.data.media import media_of_row
+from rlhf_megatron.data.parquet import VERL_COLUMNS, Columns, RowLocation
 from rlhf_megatron.data.rows import Block, ParquetRows
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.recipe import DataSection
@@ -134,12 +135,10 @@ class OwnRows:
         for column in needed:
             if column not in values:
                 raise self.location(row).error(column, f"missing; the row has {shown(', '.join(map(str, names)))}")
-        for column in MEDIA_COLUMNS if self._refuses_media else ():
-            if not _is_nothing(values.get(column)):
-                raise self.location(row).error(
-                    column,
-                    "only models of text are trained, which cannot see it; leave it out, or set data.images: drop",
-                )
+        for column in media_of_row(values) if self._refuses_media else ():
+            raise self.location(row).error(
+                column, "only models of text are trained, which cannot see it; leave it out, or set data.images: drop"
+            )
         return values
 
     def _called(self, when: str, call: Callable[[], Any]) -> Any:
@@ -150,11 +149,6 @@ class OwnRows:
         except Exception as error:
             why = f"{type(error).__name__}: {shown(str(error), 300)}"
             raise DataError(f"data.dataset: {shown(self.files[0])} raised {why} when it was {when}; fix it") from error
-
-
-def _is_nothing(value: Any) -> bool:
-    """Return whether a row's value is None or has no content; pictures and arrays have no truth of their own."""
-    return value is None or (isinstance(value, Sized) and len(value) == 0)
 
 
 Rows = ParquetRows | OwnRows

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 
+from rlhf_megatron.data.media import media_of_schema
 from rlhf_megatron.errors import DataError
 from rlhf_megatron.untrusted import check_regular, reason_of, shown
 
@@ -26,9 +27,7 @@ MOST_GROUP_ROWS = 2**26
 # Of one row, all columns together, and the messages of its prompt. Test cases of programs have tens of megabytes.
 MOST_ROW_BYTES = 128 * 2**20
 MOST_MESSAGES = 10_000
-# Columns of messages, and of what is no text: geo3k of verl's has images.
 _MESSAGE_COLUMNS = ("prompt", "messages", "completion", "chosen", "rejected")
-MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 # Rows that are decoded before they are counted, and what these may have if all are the longest text of a dictionary.
 _COUNTED_ROWS = 256
 _COUNTED_BYTES = 512 * 2**20
@@ -111,7 +110,8 @@ class SourceFile:
         try:
             # Not memory-mapped: what is cut off later is an error then, and does not kill the process.
             metadata = pyarrow.parquet.read_metadata(self.name)
-            names = list(metadata.schema.to_arrow_schema().names)
+            schema = metadata.schema.to_arrow_schema()
+            names = list(schema.names)
             # As a dictionary, a name that all rows repeat takes four bytes in each.
             leaves = (metadata.schema.column(index).path for index in range(len(metadata.schema)))
             repeated = [path for path in leaves if path == "data_source"]
@@ -137,7 +137,7 @@ class SourceFile:
             ]
         except UnicodeDecodeError as error:  # in the name of a column
             raise self._unreadable(error) from error
-        self.media = [name for name in names if name in MEDIA_COLUMNS and _has_values(metadata, name)]
+        self.media = [name for name in media_of_schema(schema) if _has_values(metadata, name)]
         if sum(group.rows for group in self.row_groups) != metadata.num_rows:
             raise DataError(f"{shown(path)}: its footer contradicts itself on the number of rows; make it again")
 

@@ -25,6 +25,7 @@ from rlhf_megatron.hub import (
     folder_of,
     is_hub_name,
     lacks,
+    local_folder,
     patiently,
 )
 from rlhf_megatron.hub_arrival import arriving_folder
@@ -93,8 +94,24 @@ def with_folders(
 
 
 def planned(recipe: _Recipe) -> _Recipe:
-    """Return the recipe for a plan, which needs configurations alone, and none from the hub where model.config is."""
-    return recipe if recipe.model.config is not None else with_folders(recipe, weights=False)
+    """Return the recipe for a plan, which needs configurations alone, and model.config's alone where it is given.
+
+    Raises HubError: see ``folder_of``; RecipeError: see ``with_folders``.
+    """
+    if recipe.model.config is None:
+        return with_folders(recipe, weights=False)
+    folder = local_folder(recipe.model.config, "model.config", patterns=["config.json"])
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": folder})})
+
+
+def with_names(recipe: _Recipe, named: Recipe) -> _Recipe:
+    """Return a recipe whose keys that take a folder are those of ``named``: of ``planned`` before it was planned."""
+    sections, given = dict(recipe), dict(named)
+    values: dict[str, dict[str, Any]] = {}
+    for name, key in (*_FOLDERS, ("model", "config")):
+        if sections.get(name) is not None and key in dict(given.get(name) or ()):
+            values.setdefault(name, {})[key] = dict(given[name])[key]
+    return recipe.model_copy(update={name: sections[name].model_copy(update=each) for name, each in values.items()})
 
 
 def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits], is_whole: bool = False) -> _Recipe:

@@ -15,7 +15,7 @@ class ModelSection(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub; default: main, kept at the run's first commit."""
     config: str | None = None
-    """Folder with the config.json, for ``--dry-run`` without ``path``."""
+    """Folder (config.json) or OWNER/NAME for ``--dry-run`` without ``path``."""
     tokenizer: str | None = None
     """Folder, OWNER/NAME, or sentencepiece file; default: ``path``."""
     dtype: Literal["float32", "bfloat16", "float16"]

@@ -266,6 +266,9 @@ def test_images_are_never_dropped_in_silence(
     row = {"messages": CHAT, "images": [{"bytes": b"png", "path": None}]}
     with pytest.raises(DataError, match=r"rows\.parquet, column images: only models of text are trained"):
         read([row])
+    for column, value in (("image_1", b"png"), ("plot", row["images"][0])):
+        with pytest.raises(DataError, match=rf"rows\.parquet, column {column}: only models of text are trained"):
+            read([{"messages": CHAT, column: value}])
     assert read([row], images="drop") == read([{"messages": CHAT}])
     kind = pyarrow.list_(pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
     for nothing in ([None, None], [[], None]):

@@ -259,15 +259,49 @@ def write_sums(path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
 
 
+CONFIG = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "architectures": ["Qwen2ForCausalLM"],
+    "torch_dtype": "float32", "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_a_plan_takes_a_name_for_the_folder_of_a_config(server: HubServer, tmp_path: Path) -> None:
+    recipe, home = recipe_file(tmp_path), tmp_path / "hf"
+    server.add("models/me/tiny", FILES | {"config.json": json.dumps(CONFIG).encode()})
+    options = ["reference.path=null", "reference.revision=null", "model.path=/nowhere", "model.config=me/tiny"]
+    planned = ask(server, home, str(ROOT / "launch" / "train.py"), str(recipe), *options, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "Memory of the fullest GPU" in planned.stdout and server.downloads() == ["config.json"]
+    absent = ask(
+        server, home, str(ROOT / "launch" / "plan.py"), str(recipe), *options, "model.config=me/none", "--world=2"
+    )
+    assert absent.returncode == 2 and absent.stderr.startswith("error: model.config: me/none@main")
+    saved = ["checkpoint-to-hf", "--input", str(tmp_path), "--output", str(tmp_path / "out"), "--model", "me/none"]
+    absent = ask(server, home, str(ROOT / "tools" / "convert.py"), *saved)
+    assert absent.returncode == 2 and absent.stderr.startswith("error: --model: me/none@main")
+
+
+def test_a_command_of_verls_is_planned_by_name_and_keeps_it(server: HubServer, tmp_path: Path) -> None:
+    import yaml
+
+    server.add("models/me/tiny", FILES | {"config.json": json.dumps(CONFIG).encode()})
+    output = tmp_path / "recipe.yaml"
+    words = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.model.path=me/tiny", "trainer.n_gpus_per_node=2"]
+    words += ["data.max_prompt_length=64", "data.max_response_length=64", "actor_rollout_ref.rollout.n=2"]
+    words += ["actor_rollout_ref.rollout.tensor_model_parallel_size=1", "--rows=4096", "--plan", f"--output={output}"]
+    tool = ROOT / "tools" / "verl" / "from_verl.py"
+    done = ask(server, tmp_path / "hf", str(tool), *words, PYTHONPATH=os.pathsep.join([str(ROOT), str(tool.parent)]))
+    assert done.returncode == 0, done.stderr
+    written = yaml.safe_load(output.read_text())
+    assert written["model"]["path"] == "me/tiny" and "config" not in written["model"]
+    assert not [name for name in server.downloads() if name.endswith(".safetensors")]
+
+
 def test_a_dry_run_downloads_no_weights(server: HubServer, tmp_path: Path) -> None:
-    config = {
-        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "tie_word_embeddings": False, "architectures": ["Qwen2ForCausalLM"],
-        "torch_dtype": "float32", "hidden_act": "silu",
-    }  # fmt: skip
     tokenizer = files_in(write_bpe_tokenizer(tmp_path / "tokenizer"))
-    server.add("models/me/tiny", tokenizer | WEIGHTS | {"config.json": json.dumps(config).encode()})
+    server.add("models/me/tiny", tokenizer | WEIGHTS | {"config.json": json.dumps(CONFIG).encode()})
     recipe, data = recipe_file(tmp_path), tmp_path / "sums.parquet"
     write_sums(data)
     options = ["reference.path=null", "reference.revision=null", f"data.train_files=[{data}]", "--dry-run"]

@@ -194,6 +194,8 @@ def test_conversations_of_others_are_refused(tmp_path: Path, conversations: Any,
             "row 0, column messages: missing; the row has question",
         ),
         ("a.jsonl", '{"question": "x", "images": ["p"]}\n', FIELDS, "row 0, column images: only text is imported"),
+        ("a.CSV", "question,answer,image_1\nx,1,\ny,2,p\n", FIELDS, "row 1, column image_1: only text is imported"),
+        ("a.jsonl", '{"question": "x", "plot": [{"bytes": "p", "path": null}]}\n', FIELDS, "row 0, column plot: only"),
         ("a.jsonl", '{"question": [{"role": "user"}]}\n', FIELDS, "column question: message 0 has content of type"),
         (
             "a.jsonl",
@@ -268,6 +270,19 @@ def test_images_of_parquet_are_dropped_only_if_that_is_asked_for(tmp_path: Path)
     with pytest.raises(DataError, match=r"a\.parquet, row 0, column images: only text is imported"):
         imported(tmp_path / "a.parquet", *FIELDS)
     assert len(imported(tmp_path / "a.parquet", *FIELDS, "--drop-images")) == 3
+
+
+@pytest.mark.parametrize(("column", "value"), [("image_1", b"png"), ("plot", {"bytes": b"png", "path": None})])
+def test_media_are_known_by_number_and_by_form(tmp_path: Path, column: str, value: Any) -> None:
+    rows = [row | {column: None if number == 0 else value} for number, row in enumerate(ROWS)]
+    write_parquet(tmp_path / "a.parquet", rows)
+    table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(DataError, match=rf"{name}, row 1, column {column}: only text is imported"):
+            imported(tmp_path / name, *FIELDS)
+        assert len(imported(tmp_path / name, *FIELDS, "--drop-images")) == 3
 
 
 FILES = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]

@@ -25,6 +25,7 @@ from verl_sections import translate
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.planning.layout_search import find_layouts, nearest_layout
 from rlhf_megatron.recipe import Recipe, RLRecipe
+from rlhf_megatron.recipe.hub_names import planned, with_names
 from rlhf_megatron.recipe.load import apply_override, make_recipe, require_rl
 from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
 
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0 done, 1 where keys were refused, 2 for input that is not right."""
     parser = ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
-        epilog="cluster.KEY=VALUE and model.config=FOLDER are keys of the recipe, and not verl's.",
+        epilog="cluster.KEY=VALUE and model.config=FOLDER (or OWNER/NAME) are keys of the recipe, and not verl's.",
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=path_argument, required=True, help="the recipe to write")
@@ -58,13 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     tell(given)
     recipe: Recipe = make_recipe(tree, "the recipe that this makes")
     if options.plan:
-        recipe = planned(recipe, world)
+        recipe = with_names(with_fastest_layout(planned(recipe), world), recipe)
     write(options.output, recipe, given)
     report(given, recipe, options.output, world, is_planned=options.plan)
     return 1 if given.refusals else 0
 
 
-def planned(recipe: Recipe, world: int) -> Recipe:
+def with_fastest_layout(recipe: Recipe, world: int) -> Recipe:
     """Return the recipe with the layout that is expected to be fastest on ``world`` GPUs, H100 where it names none.
 
     What a plan keeps of the command's layout, such as cuts of sequences, is left out where nothing fits with it, and
