@@ -32,6 +32,13 @@ NOT_OF_VLLM_0_25 = {
     "without positions": "the layer type full_attention (Granite 4)",
     "norms of turned heads": "a Hunyuan without use_qk_norm",
     "norms of turned heads, experts": "a Hunyuan without moe_intermediate_size",
+    **dict.fromkeys(
+        (
+            *("heads by the type of a layer", "heads by the type of a layer, of images and text"),
+            *("experts beside dense layers", "experts beside dense layers, of images and text"),
+        ),
+        "head_dim by layers, which it takes for one (Gemma 4, transformers 5.17)",
+    ),
 }
 # vLLM 0.25 has a head's size of the hidden size in some families, and loads no vocabulary by its general model that it
 # would have to pad.

@@ -161,13 +161,14 @@ def chosen_experts(folder: Path) -> list[Any] | None:
 
 
 @functools.cache
-def own_rounding(folder: Path, dtype: str) -> float:
-    """Return the median difference of a token's logprob that transformers itself has in a type."""
+def own_rounding(folder: Path, dtype: str) -> tuple[float, float]:
+    """Return the largest and the median difference of a token's logprob that transformers itself has in a type."""
     model = load_model(folder).to(getattr(torch, dtype))
     rows = zip(*random_rows(ROWS, VOCABULARY), strict=True)
     with torch.no_grad():
         rounded = torch.cat([row_logprobs(model, prompt, response) for prompt, response in rows])
-    return float((rounded.float() - reference(folder)[0]).abs().median())
+    difference = (rounded.float() - reference(folder)[0]).abs()
+    return float(difference.max()), float(difference.median())
 
 
 def rounded_up(folder: Path) -> tuple[int, int]:
@@ -195,8 +196,9 @@ def test_outputs_and_steps_equal_transformers(
         f"parameters {moved.max():.1e} (median {moved.median():.1e}) from transformers"
     )
     sums, of_gradients = rounded_up(home / name)
-    assert difference.max() < sums * kind.largest
-    assert difference.median() < sums * max(kind.median, 1.5 * own_rounding(home / name, kind.dtype))
+    largest, median = own_rounding(home / name, kind.dtype)
+    assert difference.max() < sums * max(kind.largest, 2 * largest)
+    assert difference.median() < sums * max(kind.median, 1.5 * median)
     assert result["losses"] == pytest.approx(losses, rel=kind.relative)
     assert result["grad_norms"] == pytest.approx(norms, rel=kind.relative * of_gradients)
     assert moved.median() < kind.moved

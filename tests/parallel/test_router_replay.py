@@ -56,7 +56,7 @@ def random_choices(lengths: Sequence[int], routers: Sequence[Any], seed: int) ->
 
 def routers_of(model: Any) -> list[Any]:
     """Return the routers of transformers' model, in the order of their layers."""
-    names = "topkrouter", "moev1gate"  # as transformers before 5.19 calls that of Hunyuan
+    names = "topkrouter", "gemma4textrouter", "moev1gate"  # as transformers before 5.19 calls that of Hunyuan
     return [module for module in model.modules() if type(module).__name__.lower().endswith(names)]
 
 
