@@ -1,4 +1,4 @@
-"""What in a row is no text: images, videos and sound, by the names and the form that data sets give them."""
+"""Images, videos and sound in rows, by the names and the form that data sets give them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Family(Protocol):
 
     @property
     def initial_values(self) -> Mapping[str, float]:
-        """What random weights of some tensors all are, by the end of the name, where other families have others."""
+        """Initial values of tensors with random weights, by the end of the name, where other families have others."""
         ...
 
     @property

@@ -40,7 +40,7 @@ class ExpertNames:
 
     @property
     def prefix(self) -> str:
-        """What the names of a layer's router and experts begin with, within the layer."""
+        """The beginning of the names of a layer's router and experts, within the layer."""
         return f"{self.module}." if self.module else ""
 
 
