@@ -11,8 +11,8 @@ from rlhf_megatron.kernels.rectangle_copy import COLUMNS, RectangleCopies, copy_
 TYPES = (torch.float32, torch.bfloat16)
 
 
-def check_kernel(device: str, exact_casts: bool) -> None:
-    """Check the kernel against ``Tensor.copy_``, and nothing written beside the rectangles.
+def check_kernel(device: str, exact_casts: bool, recorded: bool = False) -> None:
+    """Check the kernel, or a CUDA graph of it, against ``Tensor.copy_``, and nothing written beside the rectangles.
 
     Triton's interpreter cuts float32 off to bfloat16 where hardware and torch round: without ``exact_casts`` the last
     bit may differ.
@@ -34,7 +34,7 @@ def check_kernel(device: str, exact_casts: bool) -> None:
             origin.view(-1)[7 : 7 + 3 * COLUMNS + 5],
             origin.view(-1)[: 3 * COLUMNS].view(1, -1),
         ]
-        copies = RectangleCopies(targets, origins, use_triton=True)
+        copies = RectangleCopies(targets, origins, use_triton=True, recorded=recorded)
         for factor in (1, -2):  # the second time with other numbers in the same places
             origin.mul_(factor)
             copies.run()

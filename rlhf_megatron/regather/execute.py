@@ -22,6 +22,8 @@ from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTE
 from rlhf_megatron.regather.transport import Pending, PointToPoint, Transport
 from rlhf_megatron.regather.verify import RegatherError, compare_plans, verify_weights
 
+_ON_THE_CURRENT_STREAM = contextlib.nullcontext()
+
 
 @dataclasses.dataclass(frozen=True)
 class _Turn:
@@ -121,7 +123,6 @@ class Regather:
         storages = [next(iter(half.buffers.values())).untyped_storage() for half in halves if half.buffers]
         return sum(storage.nbytes() for storage in storages)
 
-    @torch.no_grad()
     def run(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Fill ``destinations`` (this rank's, by parameter name) from every rank's ``sources``.
 
@@ -130,8 +131,10 @@ class Regather:
         this returns, in order on the current stream. Raises RegatherError where a peer is gone.
         """
         try:
-            self._copy(sources, destinations)
-            self._exchange()
+            started = self._start_first(sources, destinations)
+            with torch.no_grad():
+                self._copy(sources, destinations, started)
+                self._exchange()
         except RegatherError:
             raise
         except RuntimeError as error:
@@ -146,17 +149,22 @@ class Regather:
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
         verify_weights(self.plan.forwarding, self._dtype, self._transport, destinations, destinations)
 
-    def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
-        """Take what this rank has, and what the node's ranks have, when they have finished it and before they change it
-        again.
+    def _start_first(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
+        """Start to copy the largest parameters when the node's ranks have finished them; False where they have moved.
 
-        One kernel takes both, in turn: a link leaves the memory time for both, but of two kernels the second begins
-        when the first one's programs leave it room. While the largest parameters are copied, the rest is compared.
+        Nothing else is done before: a GPU waits for each line of it.
         """
         if self._peers:
             self._peers.barrier()
         with self._beside():
-            started = self._first.start(sources, destinations)
+            return self._first.start(sources, destinations)
+
+    def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], started: bool) -> None:
+        """Take what this rank has, and what the node's ranks have, before they change it again.
+
+        One kernel takes both, in turn: a link leaves the memory time for both, but of two kernels the second begins
+        when the first one's programs leave it room. While the largest parameters are copied, the rest is compared.
+        """
         moved = self._bind(sources, destinations)
         for rows in self._padding:
             rows.zero_()
@@ -183,15 +191,11 @@ class Regather:
         turn.pack.run()
         return self._transport.start(turn.sends, turn.receives)
 
-    @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
         """Use a stream of its own on a GPU where messages travel: copies within the rank do not hold them up."""
         if self._side_stream is None or self._peers or not self._rounds:
-            yield
-            return
-        self._side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side_stream):
-            yield
+            return _ON_THE_CURRENT_STREAM
+        return _on_stream(self._side_stream)
 
     def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
         """Work out the copies between parameters and buffers, unless all are where they were the last time: False."""
@@ -230,7 +234,9 @@ class Regather:
             first, rest = spread_over_sources(first), spread_over_sources(rest)
         bound = [
             RectangleCopies(
-                [_target(copy, destinations) for copy in part], [_origin(copy, held[copy.source]) for copy in part]
+                [_target(copy, destinations) for copy in part],
+                [_origin(copy, held[copy.source]) for copy in part],
+                recorded=True,
             )
             for part in (first, rest)
         ]
@@ -266,6 +272,14 @@ class Regather:
                     )
                 travelling[peer].append(view.view(-1))
         return travelling, views, segments
+
+
+@contextlib.contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Use ``stream`` behind the current one."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _origin(copy: Copy, sources: Mapping[str, Tensor]) -> Tensor:
