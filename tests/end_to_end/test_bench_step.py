@@ -88,6 +88,8 @@ def test_a_row_says_what_the_records_say() -> None:
     assert bench.summary([slow, record], raw, forward=False)["efficiency"] == pytest.approx(0.61)
     slower = raw | {"forward and backward": [3.9]}
     assert bench.summary([slow, record], slower, forward=False)["efficiency"] == pytest.approx(0.65), "ours counts"
+    without = bench.summary([slow, record], {}, forward=False)
+    assert "efficiency" not in without and without["overhead"] == row["overhead"], "the raw engines did not run"
     assert row["start_own_seconds"] == pytest.approx(5.0)
     assert (row["peak_memory_gb"]["update"], row["mfu_training"]["median"]) == (8.0, 0.4)
     row |= {"model": "7B", "gpus": 1}

@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=4, help="of a run; of several the first does not count; default: %(default)s"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="of the raw engines; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=2, help="of the raw engines, or 0; default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/results/step.json"), help="default: %(default)s")
     parser.add_argument("--plot", action="store_true", help="draw the rows beside the output")
     parser.add_argument("--work", type=Path, default=Path("runs/bench_step"), help="for runs; default: %(default)s")
@@ -211,7 +211,7 @@ def summary(
     in_engines = [
         together({phase: of_step.get(f"time/{phase}", 0.0) for phase in ENGINE_PHASES}, apart) for of_step in counted
     ]
-    needed = [part for part in raw if part != "forward" or forward]
+    needed = [part for part in raw if part != "forward" or forward]  # nothing where the raw engines did not run
     phase_seconds = {phase: spread([of_step[f"time/{phase}"] for of_step in counted]) for phase in phases}
     faster = {
         phase: min(statistics.median(raw[part]), phase_seconds[phase]["median"])
@@ -226,7 +226,6 @@ def summary(
         "generated_tokens_per_second": spread([of_step["rollout/throughput_tokens_per_sec"] for of_step in counted]),
         "raw_seconds": {part: spread(times) for part, times in raw.items()},
         "raw_needed": needed,
-        "efficiency": together(faster, apart) / statistics.median(seconds),
         "overhead": statistics.median(1 - within / step for within, step in zip(in_engines, seconds, strict=True)),
         "imbalance": spread([of_step["train/imbalance"] for of_step in counted]),
         "peak_memory_gb": {phase: max(of_step[f"memory/{phase}_gb"] for of_step in counted) for phase in phases},
@@ -234,6 +233,8 @@ def summary(
         # Without Python, imports, joining the others, and vLLM's own start.
         "start_own_seconds": start["total"] - start["launch"] - start["engine"],
     }
+    if needed:
+        result["efficiency"] = together(faster, apart) / statistics.median(seconds)
     for name in ("perf/mfu_training", "perf/gpu_utilization", "perf/gpu_power_watts", ACCEPTANCE, *IN_FLIGHT):
         if all(name in of_step for of_step in counted):
             result[name.split("/")[1]] = spread([of_step[name] for of_step in counted])
@@ -264,7 +265,7 @@ def misses(rows: Sequence[Mapping[str, Any]], all_rows: Sequence[Mapping[str, An
         model, tokens_per_second = row["model"], speed(row)
         if model.startswith("toy"):
             return
-        if row["efficiency"] < 0.85:
+        if row.get("efficiency", 1.0) < 0.85:
             yield f"{row['efficiency']:.0%} of the raw engines' speed, below 85%"
         if row["overhead"] > 0.05:
             yield f"{row['overhead']:.1%} of the step is neither engine nor model, above 5%"
@@ -328,7 +329,8 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
                 axes.barh(position + offset, seconds / step, left=left, height=0.36, color=COLOURS[part])
                 left += seconds / step
         axes.text(1.01, position - 0.2, f"{step:.3g} s", va="center", fontsize=8)
-        axes.text(left + 0.01, position + 0.2, f"fastest: {row['efficiency']:.0%}", va="center", fontsize=8)
+        if raw:
+            axes.text(left + 0.01, position + 0.2, f"fastest: {row['efficiency']:.0%}", va="center", fontsize=8)
     names = [f"{row['model']}, {row['gpus']} GPU{'s' * (row['gpus'] > 1)}" for row in rows]
     if "no GPU" in record["hardware"]:
         names = [f"{row['model']}, {row['gpus']} CPU rank{'s' * (row['gpus'] > 1)}" for row in rows]

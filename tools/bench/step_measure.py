@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 def measure(recipe: str, repeats: int) -> dict[str, list[float]]:
-    """Run the recipe, whose metrics stay in its run folder; the seconds of each raw part. Every rank calls it."""
+    """Run the recipe, whose metrics stay in its run folder; the seconds of raw parts, if any. Every rank calls it."""
     from rlhf_megatron.loops.rl import make_rollout_worker, run_rl
     from rlhf_megatron.loops.training_run import set_up
 
     run = set_up(load_rl(recipe), resume="none")
     worker = make_rollout_worker(run)
     run_rl(run, worker)
-    raw = raw_seconds(run, worker, repeats)
+    raw = raw_seconds(run, worker, repeats) if repeats else {}
     run.close()
     return raw
 
