@@ -143,6 +143,7 @@ class _Lead:
         self._checks: list[Check] = []
         self._hosts: dict[int, str] = {}
         self._nodes: list[int] = []
+        self._others: list[int] = []  # who have answered, and so will listen
 
     def compare(self) -> None:
         """Wait for all ranks, judge what each saw alone, and call for the measuring of links if all are there."""
@@ -150,6 +151,7 @@ class _Lead:
         alone = self._answers.collect("alone", self._seconds + GRACE_SECONDS)
         identities = self._answers.collect("place", 0.0)
         self._hosts = {rank: identity["host"] for rank, identity in identities.items()}
+        self._others = sorted(set(alone) - {self._answers.rank})
         silent = sorted(set(range(world)) - set(alone))
         if silent:
             seen = f"{named_ranks(silent, self._hosts)} did not answer within {self._seconds + GRACE_SECONDS:g} s"
@@ -183,6 +185,7 @@ class _Lead:
         finally:  # not before all is shown: the first rank that ends with a failure has torchrun end all others
             sys.stdout.flush()
             self._answers.announce("verdict", verdict)
+            self._answers.wait_until_heard("verdict", self._others, GRACE_SECONDS)
         return verdict
 
     def _write(self, json_file: Path | None) -> None:

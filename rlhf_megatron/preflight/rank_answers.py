@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +43,18 @@ class RankAnswers:
 
     def hear(self, what: str, seconds: float) -> Any:
         """Return rank 0's word, or None where it does not come within ``seconds``."""
-        return self._read(what) if self._is_there(what, time.monotonic() + seconds) else None
+        if not self._is_there(what, time.monotonic() + seconds):
+            return None
+        word = self._read(what)
+        self.give(f"{what} heard", True)
+        return word
+
+    def wait_until_heard(self, what: str, ranks: Iterable[int], seconds: float) -> None:
+        """Wait until ``ranks`` have heard rank 0's word, or ``seconds`` have passed: rank 0 may serve the store, which
+        is gone when it ends."""
+        deadline = time.monotonic() + seconds
+        for rank in ranks:
+            self._is_there(f"{what} heard/{rank}", deadline)
 
     def _is_there(self, key: str, deadline: float) -> bool:
         remaining = deadline - time.monotonic()

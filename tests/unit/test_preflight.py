@@ -9,12 +9,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -43,6 +45,7 @@ from rlhf_megatron.preflight.file_checks import (
     tokenizer_check,
     turns_check,
 )
+from rlhf_megatron.preflight.rank_answers import RankAnswers
 from rlhf_megatron.recipe import Recipe, make_recipe
 from rlhf_megatron.runtime.ranks import named_ranks
 from tiny_tokenizer import write_bpe_tokenizer
@@ -488,3 +491,20 @@ def test_weights_that_are_not_there_are_told(recipe_of: Callable[..., Recipe], f
     (tmp_path / "model" / files["a"]).write_bytes(b"")
     [check] = models(tmp_path / "model")
     assert check.result == "warn" and check.seen.endswith(f"lacks 1 of 2 files of weights, such as {files['b']}")
+
+
+def test_rank_0_which_serves_the_store_waits_until_its_word_is_heard() -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connected = dist.TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
+
+    def listen_late() -> Any:
+        time.sleep(0.5)
+        return RankAnswers(connected, 1, 2).hear("verdict", 10.0)
+
+    with ThreadPoolExecutor(1) as threads:
+        heard = threads.submit(listen_late)
+        lead = RankAnswers(served, 0, 2)
+        lead.announce("verdict", True)
+        lead.wait_until_heard("verdict", [1], 10.0)
+        del lead, served  # as when rank 0 ends
+        assert heard.result() is True
