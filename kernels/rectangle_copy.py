@@ -7,6 +7,7 @@ kernel (``triton_rectangle_copy``) walks a table of all of them.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -26,47 +27,29 @@ def copy_rectangles_reference(targets: Sequence[Tensor], origins: Sequence[Tenso
 
 
 class RectangleCopies:
-    """Copies between fixed places, worked out once and carried out any number of times without allocating."""
+    """Copies between fixed places, worked out once and carried out any number of times without allocating.
 
-    def __init__(
-        self,
-        targets: Sequence[Tensor],
-        origins: Sequence[Tensor],
-        use_triton: bool | None = None,
-        recorded: bool = False,
-    ) -> None:
+    Attributes:
+        launches: what carries them out on the current stream, in order; none where there is nothing to copy.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], origins: Sequence[Tensor], use_triton: bool | None = None) -> None:
         """Take views [n] or [n, m] of one device, equal in shape in pairs; a GPU's views must have contiguous rows.
 
         ``use_triton``: whether the kernel or the reference copies; by default the kernel where there is a GPU.
-        ``recorded``: whether a GPU keeps the launches as a CUDA graph, which starts sooner than Python starts one.
         """
-        self._targets, self._origins = list(targets), list(origins)
-        self._launches: list[Callable[[], None]] = []
-        self._triton = bool(self._targets and self._targets[0].is_cuda) if use_triton is None else use_triton
-        if self._triton:
-            self._launches = _launches(self._targets, self._origins)
-        self._graph = _graph_of(self._launches) if recorded and self._launches and targets[0].is_cuda else None
+        self.launches: list[Callable[[], None]] = []
+        if not targets:
+            return
+        if targets[0].is_cuda if use_triton is None else use_triton:
+            self.launches = _launches(targets, origins)
+        else:
+            self.launches = [functools.partial(copy_rectangles_reference, list(targets), list(origins))]
 
     def run(self) -> None:
         """Carry them out on the current stream."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._triton:
-            for launch in self._launches:
-                launch()
-        else:
-            copy_rectangles_reference(self._targets, self._origins)
-
-
-def _graph_of(launches: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-    """Return ``launches``, which allocate nothing, as a graph; other threads may use the GPU meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        for launch in launches:
+        for launch in self.launches:
             launch()
-        graph.capture_end()
-    return graph
 
 
 def _launches(targets: Sequence[Tensor], origins: Sequence[Tensor]) -> list[Callable[[], None]]:

@@ -18,6 +18,7 @@ from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.first_copies import FIRST_BYTES, split_off_first
 from rlhf_megatron.regather.peer_memory import PeerMemory, spread_over_sources
 from rlhf_megatron.regather.plan import Copy, RankPlan
+from rlhf_megatron.regather.recorded import Recorded
 from rlhf_megatron.regather.staging import DIRECT_BYTES, IN_FLIGHT, STAGING_BYTES, Half, stage
 from rlhf_megatron.regather.transport import Pending, PointToPoint, Transport
 from rlhf_megatron.regather.verify import RegatherError, compare_plans, verify_weights
@@ -49,21 +50,30 @@ class _Places:
 
 
 class _FirstCopies:
-    """Copies of some parameters, which start when these are found where they were, before others are looked for."""
+    """Copies of some parameters, which start when these are found where they were, before others are looked for.
+
+    Attributes:
+        copies: these alone.
+    """
 
     def __init__(
-        self, copies: RectangleCopies, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
+        self,
+        barrier: Sequence[Callable[[], None]],
+        copies: RectangleCopies,
+        device: torch.device,
+        sources: Mapping[str, Tensor],
+        destinations: Mapping[str, Tensor],
     ) -> None:
-        self.copies = copies
+        self.copies, self._recorded = copies, Recorded([*barrier, *copies.launches], device)
         self._names = list(sources), list(destinations)
         self._places = _Places([*sources.values(), *destinations.values()])
 
     def start(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
-        """Start the copies and return True, unless a parameter is elsewhere: then do nothing."""
+        """Start the copies behind the barrier and return True, unless a parameter is elsewhere: then do nothing."""
         held, filled = self._names
         if not self._places.hold([*(sources[name] for name in held), *(destinations[name] for name in filled)]):
             return False
-        self.copies.run()
+        self._recorded.run()
         return True
 
 
@@ -106,8 +116,10 @@ class Regather:
         self._first_elements = first_bytes // dtype.itemsize
         self._places = _Places([])
         self._padding: list[Tensor] = []
-        self._first = _FirstCopies(RectangleCopies([], []), {}, {})
-        self._copies = RectangleCopies([], [])
+        # As many signals from every rank: those that have nothing to copy give them too.
+        self._barrier = [peers.barrier] if peers else []
+        self._first = _FirstCopies(self._barrier, RectangleCopies([], []), self._device, {}, {})
+        self._rest = Recorded(self._barrier, self._device)
         self._turns: list[_Turn] = []
         self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -152,12 +164,14 @@ class Regather:
     def _start_first(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
         """Start to copy the largest parameters when the node's ranks have finished them; False where they have moved.
 
-        Nothing else is done before: a GPU waits for each line of it.
+        Nothing else is done before: a GPU waits for each line of it. Either way this rank has signalled once.
         """
-        if self._peers:
-            self._peers.barrier()
         with self._beside():
-            return self._first.start(sources, destinations)
+            started = self._first.start(sources, destinations)
+        if not started:
+            for launch in self._barrier:
+                launch()
+        return started
 
     def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], started: bool) -> None:
         """Take what this rank has, and what the node's ranks have, before they change it again.
@@ -171,9 +185,7 @@ class Regather:
         with self._beside():
             if moved or not started:
                 self._first.copies.run()
-            self._copies.run()
-        if self._peers:
-            self._peers.barrier()
+            self._rest.run()
 
     def _exchange(self) -> None:
         """Pack a round while the one before it travels, then unpack that one; forwards when all has arrived."""
@@ -206,7 +218,7 @@ class Regather:
         self._padding = _padding(self.plan, destinations, shared)
         local = [copy for copy in self.plan.local if copy.destination_parameter not in shared]
         self.bytes_copied = sum(copy.elements for copy in local) * self._dtype.itemsize
-        self._first, self._copies = self._bind_copies(local, sources, destinations)
+        self._first, self._rest = self._bind_copies(local, sources, destinations)
         self._turns = []
         for turn in self._rounds:
             held = destinations if turn.forwards else sources
@@ -219,8 +231,12 @@ class Regather:
 
     def _bind_copies(
         self, copies: list[Copy], sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
-    ) -> tuple[_FirstCopies, RectangleCopies]:
-        """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay."""
+    ) -> tuple[_FirstCopies, Recorded]:
+        """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay.
+
+        The first begin with a barrier, behind which others' sources are finished, and the rest end with one, behind
+        which they may change.
+        """
         held = {self.plan.rank: sources}
         if self._peers:
             for name, address in self._peers.own.items():
@@ -234,15 +250,16 @@ class Regather:
             first, rest = spread_over_sources(first), spread_over_sources(rest)
         bound = [
             RectangleCopies(
-                [_target(copy, destinations) for copy in part],
-                [_origin(copy, held[copy.source]) for copy in part],
-                recorded=True,
+                [_target(copy, destinations) for copy in part], [_origin(copy, held[copy.source]) for copy in part]
             )
             for part in (first, rest)
         ]
         own = {copy.source_parameter: sources[copy.source_parameter] for copy in first if copy.source == self.plan.rank}
         filled = {copy.destination_parameter: destinations[copy.destination_parameter] for copy in first}
-        return _FirstCopies(bound[0], own, filled), bound[1]
+        return (
+            _FirstCopies(self._barrier, bound[0], self._device, own, filled),
+            Recorded([*bound[1].launches, *self._barrier], self._device),
+        )
 
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]

@@ -2,7 +2,7 @@
 
 Messages need buffers, and wait for each other; a read needs neither. CUDA's interprocess handles stand for whole
 allocations, so each is opened once, and parameters are places in it. When a rank may read, others say by a number that
-they write into its memory, which its stream waits for (cuStreamWriteValue32, cuStreamWaitValue32): some microseconds,
+a kernel of theirs writes into its memory and one of its own waits for (``kernels/peer_barrier.py``): some microseconds,
 where NCCL takes ten times as long.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.kernels.peer_barrier import peer_barrier
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.rounds import split_copy
 from rlhf_megatron.runtime.clocks import host_identity
@@ -44,7 +45,7 @@ class PeerMemory:
         near: the ranks of this host, which read from each other and send each other nothing.
         parameters: for each rank that this one reads from or that reads from it, by name.
         own: where the parameters are that this rank lets others read.
-        barrier: has all that is asked of this rank's GPU from now on begin when those ranks have come here too.
+        barrier: launches a kernel, which a graph may contain, that ends when those ranks have come as often as this.
     """
 
     near: frozenset[int]
@@ -86,7 +87,7 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
     assert parameters is not None
     own = {name: sources[name].data_ptr() for name in wanted}
     theirs = {other: parameters[other][_SIGNALS][rank:] for other in partners}
-    return PeerMemory(near, parameters, own, _barrier(signals, theirs), opened)
+    return PeerMemory(near, parameters, own, peer_barrier(signals, rank, theirs), opened)
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
@@ -117,29 +118,6 @@ def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
             ((end - piece.elements / 2) / ends[-1], source, piece) for piece, end in zip(pieces, ends, strict=True)
         ]
     return [piece for _, _, piece in sorted(placed, key=lambda each: each[:2])]
-
-
-def _barrier(own: Tensor, theirs: Mapping[int, Tensor]) -> Callable[[], None]:
-    """Return a barrier of this rank and others, on the current stream.
-
-    Each writes the number of its calls where ``theirs`` begins, by rank, and waits until no number of those ranks in
-    ``own`` [world] int32 is smaller. What a GPU has written before is in its memory by then: the write has a fence.
-    """
-    from cuda.bindings import driver
-
-    calls = itertools.count(1)
-    places, awaited = list(theirs.values()), [own[rank:] for rank in theirs]  # tensors, which keep the memory
-    write, wait = driver.cuStreamWriteValue32, driver.cuStreamWaitValue32
-    not_smaller = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-
-    def barrier() -> None:
-        stream, call = torch.cuda.current_stream().cuda_stream, next(calls)
-        for place in places:
-            _value_of("cuStreamWriteValue32", write(stream, place.data_ptr(), call, 0))
-        for place in awaited:
-            _value_of("cuStreamWaitValue32", wait(stream, place.data_ptr(), call, not_smaller))
-
-    return barrier
 
 
 def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.ranks import run_ranks, write_result
+from rlhf_megatron.kernels.peer_barrier import peer_barrier
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
@@ -199,17 +200,15 @@ def test_a_host_receives_once_and_forwards() -> None:
     assert all("differs after the transfer (tensors: 1, first seen on rank 3)" in each["damage"] for each in ranks)
 
 
-def read_from(folder: str) -> dict[str, Any]:
-    """Have both ranks read from each other in memory that they share, as GPUs of one host do; then one's weights
-    move."""
-    a, rank = architecture(tied=False), dist.get_rank()
-    sources, wanted = sides(a)
+def read_from(folder: str, trainer: int, rollout: Sequence[int]) -> dict[str, Any]:
+    """Have ranks read from each other in memory that they share, as GPUs of one host do; then weights move.
+
+    The first ranks train, with a tensor parallelism of ``trainer``; each rank of ``rollout`` has all weights.
+    """
+    a, rank, world = architecture(tied=False), dist.get_rank(), dist.get_world_size()
+    sources, wanted = trainer_shards(a, Layout(trainer), range(trainer)), rollout_shards(a, 1, rollout)
     plan = plan_regather(sources, wanted, rank)
-    held = in_files(folder, rank, shards(sources.blocks(rank), checkpoint(a)))
-    dist.barrier()
-    other = in_files(folder, 1 - rank, shards(sources.blocks(1 - rank), checkpoint(a)))
-    own = {name: tensor.data_ptr() for name, tensor in held.items()}
-    peers = PeerMemory(frozenset(range(2)), {1 - rank: other}, own, dist.barrier, [])
+    held, peers = peers_by_files(folder, plan, sources)
     regather = Regather(plan, torch.float32, "cpu", peers=peers)
     targets = {name: torch.full_like(v, torch.nan) for name, v in shards(wanted.blocks(rank), checkpoint(a)).items()}
     wrong = 0
@@ -221,18 +220,37 @@ def read_from(folder: str) -> dict[str, Any]:
         expected = shards(wanted.blocks(rank), tensors)
         wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
     regather.verify(held, targets)
-    for name in expected:
-        targets[name] = torch.full_like(targets[name], torch.nan)
+    for number, name in enumerate(filled(wanted.blocks(rollout[0]), tensors)):
+        if expected and number % world == rank:  # on one rank alone
+            targets[name] = torch.full_like(targets[name], torch.nan)
         regather.run(held, targets)
         wrong += sum(not torch.equal(targets[name], value) for name, value in expected.items())
-    moved = next(iter(own))
+    result = {"wrong": wrong, "staging": regather.staging_bytes, "given": len(peers.own), "taken": len(targets)}
+    if trainer < world:
+        return result
+    moved = next(iter(peers.own))
     held[moved] = held[moved].clone()
     try:
         regather.run(held, targets)
         said = "no error"
     except RegatherError as error:
         said = str(error)
-    return {"wrong": wrong, "staging": regather.staging_bytes, "moved": moved, "said": said}
+    return result | {"moved": moved, "said": said}
+
+
+def peers_by_files(folder: str, plan: RankPlan, sources: ShardSpec) -> tuple[dict[str, Tensor], PeerMemory]:
+    """Return this rank's parameters, which lie in files, and those of the ranks that it reads from or that read from
+    it."""
+    a, rank, world = architecture(tied=False), dist.get_rank(), dist.get_world_size()
+    numbers = [torch.from_file(f"{folder}/{r}", shared=True, size=world, dtype=torch.int32) for r in range(world)]
+    partners = {copy.source for copy in plan.receives} | {copy.destination for copy in plan.sends}
+    parameters = {
+        each: in_files(folder, each, shards(sources.blocks(each), checkpoint(a))) for each in (rank, *partners)
+    }
+    held = parameters.pop(rank)
+    own = {copy.source_parameter: held[copy.source_parameter].data_ptr() for copy in plan.sends}
+    barrier = peer_barrier(numbers[rank], rank, {other: numbers[other][rank:] for other in partners})
+    return held, PeerMemory(frozenset(range(world)), parameters, own, barrier, [])
 
 
 def in_files(folder: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -244,9 +262,16 @@ def in_files(folder: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def test_weights_read_from_the_memory_of_another_rank(tmp_path: Path) -> None:
-    for result in run_ranks(read_from, 2, {"folder": str(tmp_path)}):
-        assert result["wrong"] == 0 and result["staging"] == 0
+    for result in run_ranks(read_from, 2, {"folder": str(tmp_path), "trainer": 2, "rollout": [0, 1]}):
+        assert result["wrong"] == 0 and result["staging"] == 0 and result["given"] and result["taken"]
         assert result["said"] == f"regathering: {result['moved']} has moved, and other ranks read it where it was"
+
+
+def test_ranks_that_only_give_or_only_take_or_have_nothing(tmp_path: Path) -> None:
+    ranks = run_ranks(read_from, 4, {"folder": str(tmp_path), "trainer": 1, "rollout": [1, 2]}, timeout=120)
+    assert [result["wrong"] for result in ranks] == [0] * 4
+    assert [bool(result["given"]) for result in ranks] == [True, False, False, False]
+    assert [bool(result["taken"]) for result in ranks] == [False, True, True, False]
 
 
 def different_plans() -> str:
