@@ -117,7 +117,8 @@ class Regather:
         self._places = _Places([])
         self._padding: list[Tensor] = []
         # As many signals from every rank: those that have nothing to copy give them too.
-        self._barrier = [peers.barrier] if peers else []
+        barrier = [peers.barrier] if peers else []
+        self._barrier, self._barrier_apart = (barrier, []) if peers and peers.in_graphs else ([], barrier)
         self._first = _FirstCopies(self._barrier, RectangleCopies([], []), self._device, {}, {})
         self._rest = Recorded(self._barrier, self._device)
         self._turns: list[_Turn] = []
@@ -166,6 +167,8 @@ class Regather:
 
         Nothing else is done before: a GPU waits for each line of it. Either way this rank has signalled once.
         """
+        for launch in self._barrier_apart:
+            launch()
         with self._beside():
             started = self._first.start(sources, destinations)
         if not started:
@@ -186,6 +189,8 @@ class Regather:
             if moved or not started:
                 self._first.copies.run()
             self._rest.run()
+        for launch in self._barrier_apart:
+            launch()
 
     def _exchange(self) -> None:
         """Pack a round while the one before it travels, then unpack that one; forwards when all has arrived."""

@@ -2,8 +2,8 @@
 
 Messages need buffers, and wait for each other; a read needs neither. CUDA's interprocess handles stand for whole
 allocations, so each is opened once, and parameters are places in it. When a rank may read, others say by a number that
-a kernel of theirs writes into its memory and one of its own waits for (``kernels/peer_barrier.py``): some microseconds,
-where NCCL takes ten times as long.
+they write into its memory, which its stream waits for (cuStreamWriteValue32, cuStreamWaitValue32), or kernels do both
+(``kernels/peer_barrier.py``): some microseconds, where NCCL takes ten times as long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from rlhf_megatron.topology.exchange import gather_objects, max_over_ranks
 
 # Pieces in which ranks take turns as sources. One of bfloat16 takes some 6 microseconds of a link.
 _PIECE_ELEMENTS = 1 << 20
+Signals = Literal["stream", "kernel"]
 _SIGNALS = "signals of other ranks"  # among the names of parameters
 
 
@@ -45,7 +46,8 @@ class PeerMemory:
         near: the ranks of this host, which read from each other and send each other nothing.
         parameters: for each rank that this one reads from or that reads from it, by name.
         own: where the parameters are that this rank lets others read.
-        barrier: launches a kernel, which a graph may contain, that ends when those ranks have come as often as this.
+        barrier: has all that is asked of this rank's GPU from now on begin when those ranks have come here too.
+        in_graphs: whether a CUDA graph may contain it.
     """
 
     near: frozenset[int]
@@ -53,18 +55,20 @@ class PeerMemory:
     own: Mapping[str, int]
     barrier: Callable[[], None]
     _opened: list[Any]
+    in_graphs: bool = True
 
     def close(self) -> None:
         """Give the mappings back, before their owners free the memory."""
         _close_all(self._opened)
 
 
-def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | None:
+def map_peers(plan: RankPlan, sources: Mapping[str, Tensor], signals: Signals = "stream") -> PeerMemory | None:
     """Map what ``plan`` receives from ranks of the same host; collective over the world.
 
     ``sources`` are this rank's parameters, which must not move from here on. None, on all ranks alike, where there are
     no GPUs, where nothing would be read, or where one rank cannot map another's memory: GPUs without a link, memory of
-    torch's expandable segments, ranks in containers that may not see each other.
+    torch's expandable segments, ranks in containers that may not see each other. ``signals``: by operations of streams,
+    or by a kernel, which starts with the copies and has not run on GPUs yet.
     """
     hosts = gather_objects(host_identity() if torch.cuda.is_available() else None)
     rank = dist.get_rank()
@@ -73,9 +77,9 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
     if not max_over_ranks([len(read)])[0]:
         return None
     wanted = sorted({copy.source_parameter for copy in plan.sends if copy.destination in near})
-    signals = torch.zeros(len(hosts), dtype=torch.int32, device="cuda")
+    numbers = torch.zeros(len(hosts), dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()  # no zero may come after what others write
-    offers = gather_objects(_offer({name: sources[name] for name in wanted} | {_SIGNALS: signals}))
+    offers = gather_objects(_offer({name: sources[name] for name in wanted} | {_SIGNALS: numbers}))
     if None in offers:  # which all ranks see
         return None
     opened: list[Any] = []
@@ -87,7 +91,9 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
     assert parameters is not None
     own = {name: sources[name].data_ptr() for name in wanted}
     theirs = {other: parameters[other][_SIGNALS][rank:] for other in partners}
-    return PeerMemory(near, parameters, own, peer_barrier(signals, rank, theirs), opened)
+    in_graphs = signals == "kernel"
+    barrier = peer_barrier(numbers, rank, theirs) if in_graphs else _stream_barrier(numbers, theirs)
+    return PeerMemory(near, parameters, own, barrier, opened, in_graphs)
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
@@ -118,6 +124,29 @@ def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
             ((end - piece.elements / 2) / ends[-1], source, piece) for piece, end in zip(pieces, ends, strict=True)
         ]
     return [piece for _, _, piece in sorted(placed, key=lambda each: each[:2])]
+
+
+def _stream_barrier(own: Tensor, theirs: Mapping[int, Tensor]) -> Callable[[], None]:
+    """Return a barrier of this rank and others, on the current stream.
+
+    Each writes the number of its calls where ``theirs`` begins, by rank, and waits until no number of those ranks in
+    ``own`` [world] int32 is smaller. What a GPU has written before is in its memory by then: the write has a fence.
+    """
+    from cuda.bindings import driver
+
+    calls = itertools.count(1)
+    places, awaited = list(theirs.values()), [own[rank:] for rank in theirs]  # tensors, which keep the memory
+    write, wait = driver.cuStreamWriteValue32, driver.cuStreamWaitValue32
+    not_smaller = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+
+    def barrier() -> None:
+        stream, call = torch.cuda.current_stream().cuda_stream, next(calls)
+        for place in places:
+            _value_of("cuStreamWriteValue32", write(stream, place.data_ptr(), call, 0))
+        for place in awaited:
+            _value_of("cuStreamWaitValue32", wait(stream, place.data_ptr(), call, not_smaller))
+
+    return barrier
 
 
 def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:
