@@ -176,8 +176,8 @@ class SpeculativeSection(Section):
     same."""
 
     method: Literal["ngram", "suffix", "eagle3", "mtp"] = "suffix"
-    """ngram: drafts from a response and its prompt; suffix: also from its group, now and an epoch ago; eagle3, mtp: by a
-    head or the checkpoint's layer."""
+    """ngram: drafts from a response and its prompt; suffix: also from its group, now and an epoch ago; eagle3, mtp: by
+    a head, or the checkpoint's layer."""
     num_speculative_tokens: int = Field(default=3, gt=0, le=64)
     """Longest draft."""
     match: int = Field(default=3, gt=0, le=64)
