@@ -172,18 +172,25 @@ class AgentSection(Section):
 
 
 class SpeculativeSection(Section):
-    """Speculative decoding: drafts are text that was sampled before. What is sampled stays the same."""
+    """Speculative decoding: drafts are text that was sampled before, or a small model's. What is sampled stays the
+    same."""
 
-    method: Literal["ngram", "suffix"] = "suffix"
-    """Drafts from a response and its prompt; suffix: also from its group, now and an epoch ago on the same replica."""
+    method: Literal["ngram", "suffix", "eagle3", "mtp"] = "suffix"
+    """ngram: drafts from a response and its prompt; suffix: also from its group, now and an epoch ago; eagle3, mtp: by
+    a head, or the checkpoint's layer."""
     num_speculative_tokens: int = Field(default=3, gt=0, le=64)
     """Longest draft."""
     match: int = Field(default=3, gt=0, le=64)
-    """Draft what followed the last so many tokens."""
+    """Draft what followed the last so many tokens (ngram, suffix)."""
     max_running: int = Field(default=32, gt=0, le=2**16)
     """Draft while a replica runs at most so many sequences."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1)
     """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model drafts, whose weights are written as the policy's are."""
+        return self.method in ("eagle3", "mtp")
 
     @model_validator(mode="after")
     def _synthetic_length_is_reached(self) -> SpeculativeSection:
@@ -337,6 +344,15 @@ class RolloutSection(Section):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype}: with partial=resume paused sequences keep their cache while "
                 "the engine sleeps, and vLLM 0.25 clears one in 8 bits as it wakes; set sleep: false, or leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_models_are_in_full(self) -> RolloutSection:
+        if self.quantization and self.speculative and self.speculative.has_draft_model:
+            raise ValueError(
+                f"speculative.method={self.speculative.method}: with quantization={self.quantization} the model that "
+                "drafts would be quantized too, which is not known to work; leave one out"
             )
         return self
 
