@@ -19,7 +19,8 @@ from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.role_sections import RoleSection
-from rlhf_megatron.recipe.rollout import RolloutSection, SpeculativeSection
+from rlhf_megatron.recipe.rollout import RolloutSection
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 from rlhf_megatron.recipe.world_checks import check_world, judge_ranks, layout_of, role_ranks, rollout_ranks
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rollout.drafts import MOST_HISTORY_TOKENS
