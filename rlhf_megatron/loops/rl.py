@@ -156,7 +156,11 @@ def make_critic(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
 def make_draft(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
     """Build the model that drafts for the rollout, if the recipe has one."""
     section, updates = run.recipe.roles.get(DRAFT), run.recipe.learning_steps * run.recipe.batch.updates_per_step
-    return run.roles.build(DRAFT, section, section.learns_by, updates, "prediction") if section else None
+    if section is None:
+        return None
+    draft = run.roles.build(DRAFT, section, section.learns_by, updates, "prediction")
+    run.exports.add_layer(draft)
+    return draft
 
 
 def learner_beside(actor: PlacedRole, draft: PlacedRole | None) -> Beside | None:

@@ -14,6 +14,7 @@ from rlhf_megatron.planning.parameters import active_parameters, adapter_paramet
 from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import GB, StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.planning.token_budgets import planned_budgets
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
@@ -132,8 +133,12 @@ def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architec
     shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
     cut = section.sequence_parallel or model.cuts_sequences
     extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
-    where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
-    yield f"{name}: {shown} on ranks {where}{extras}"
+    where = f"ranks {_span(0, world)}" if section.ranks == "all" else f"ranks {section.ranks} (counted from 0 below)"
+    if name == DRAFT:
+        where = "the actor's last stage"
+    yield f"{name}: {shown} on {where}{extras}"
+    if name == DRAFT:  # whose groups are the actor's
+        return
     # Ranks are numbered tensor first, then context, data, pipeline, which is the order of topology.Layout.
     if layout.tensor > 1:
         yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"
