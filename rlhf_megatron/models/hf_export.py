@@ -87,19 +87,21 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     *,
     head: Head = "language",
+    predicts: bool = False,
 ) -> None:
     """Write ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
-    The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification. A
-    wrapper's other towers are copied behind ``tensors``. The folder appears whole and on disk: it is written under
-    another name and renamed, and an older one is then replaced. Raises OSError where the disk fails.
+    The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification;
+    ``predicts`` as in ``write_descriptions``. A wrapper's other towers are copied behind ``tensors``. The folder
+    appears whole and on disk: it is written under another name and renamed, and an older one is then replaced. Raises
+    OSError where the disk fails.
     """
     with whole_folder(folder) as partial:
         copies = ((each.name, each.load()) for each in copied_tensors(companions.model, head))
         shards, total = _write_shards(partial, itertools.chain(tensors, copies), shard_bytes)
         for number, name in enumerate(shard_names(len(shards))):
             (partial / f"shard-{number}").rename(partial / name)
-        write_descriptions(partial, shards, total, companions, dtype, head)
+        write_descriptions(partial, shards, total, companions, dtype, head, predicts)
 
 
 def in_runs(items: Iterable[_Item], bytes_of: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:

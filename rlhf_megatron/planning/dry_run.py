@@ -59,7 +59,7 @@ def dry_run(
     memory_lines = list(_memory_lines(recipe, memory, architectures["actor"]))
     sections = [
         ("Recipe", text.rstrip().splitlines()),
-        ("Model", [_model_line(recipe, model), *model.notes, *notes, *_adapter_lines(recipe, model)]),
+        ("Model", [_model_line(recipe, model), *model.notes(recipe.predicts), *notes, *_adapter_lines(recipe, model)]),
         ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", regathering),
@@ -278,7 +278,7 @@ def _speculative_line(rollout: RolloutSection, section: SpeculativeSection, voca
     logits = 4 * sequences * (section.num_speculative_tokens + 1) * vocabulary / GB
     drafts = f"drafts of {_count(section.num_speculative_tokens, 'token')} ({section.method})"
     line = f"rollout: {drafts} while at most {_count(sequences, 'sequence')} run per replica: logits {logits:.1f}"
-    if section.method == "ngram":
+    if section.method != "suffix":
         return line
     return f"{line}, text of earlier epochs at most {4 * MOST_HISTORY_TOKENS / GB:.2g} in host memory per rank"
 

@@ -26,6 +26,7 @@ class DraftSection(RoleSection):
 def draft_section(actor: ActorSection, speculative: SpeculativeSection) -> DraftSection:
     """Return the section of the role, whose micro-batches are the actor's."""
     whole = {"pipeline": 1, "virtual_pipeline": None, "first_stage_layers": None, "last_stage_layers": None}
+    shares_state = speculative.optimizer is not None and speculative.optimizer.distributed
     return DraftSection.model_construct(
         ranks=actor.ranks,
         layout=actor.layout.model_copy(update=whole),
@@ -33,7 +34,7 @@ def draft_section(actor: ActorSection, speculative: SpeculativeSection) -> Draft
         cp_comm_type=actor.cp_comm_type,
         tokens_per_gpu=actor.tokens_per_gpu,
         logprob_tokens_per_gpu=actor.logprob_tokens_per_gpu,
-        offload=actor.offload.model_copy(update={"streamed_optimizer": 0.0}),
+        offload=actor.offload if shares_state else actor.offload.model_copy(update={"streamed_optimizer": 0.0}),
         transformer_implementation=actor.transformer_implementation,
         optimizer=speculative.optimizer,
     )

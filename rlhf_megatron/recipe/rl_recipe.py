@@ -103,6 +103,11 @@ class RLRecipe(RolloutRecipe):
         return {name: section for name, section in self.roles.items() if name != "reference" or compares}
 
     @property
+    def predicts(self) -> bool:
+        """See Recipe."""
+        return self.rollout.draft_method == "mtp"
+
+    @property
     def reference_is_base(self) -> bool:
         """True if kl_coef compares with the actor without its adapters, for which there is no role."""
         return self.actor.lora is not None and self.reference is None and self.algorithm.kl_coef != 0.0
