@@ -183,8 +183,9 @@ class TransformersEngine:
         shared: Mapping[str, Tensor] | None = None,
         records_experts: bool = False,
         language: Mapping[str, Any] | None = None,
+        draft_model: str | None = None,
     ) -> None:
-        assert not records_experts and language is None
+        assert not records_experts and language is None and draft_model is None
         assert section.layout.tensor == 1 and section.quantization is None
         torch_dtype = getattr(torch, section.dtype or dtype)
         with preserved_random_state():
@@ -243,6 +244,9 @@ class TransformersEngine:
 
     def parameters(self) -> dict[str, Tensor]:
         return dict(self._parameters)
+
+    def draft_parameters(self) -> dict[str, Tensor]:
+        return {}
 
     def weights_updated(self, version: int) -> None:
         if self._paused:

@@ -113,6 +113,7 @@ class MicroBatch:
     batch_indices: Tensor  # [n] int64: where each sampled token stands in the whole batch, or which row it is there
     expert_choices: Tensor | None = None  # [t, layers, chosen]: of these layers with experts, where they are replayed
     keys: RepeatedKeys | None = None  # where sequences attend to those of a prefix before their own
+    following: MicroBatch | None = None  # one token later in each row, for what predicts two tokens ahead
 
 
 def make_micro_batch(
@@ -171,6 +172,27 @@ def make_micro_batch(
         batch_indices=_moved(batch_indices, device),
         expert_choices=None if choices is None else _moved(choices, device),
         keys=packing.keys and packing.keys.moved(functools.partial(_moved, device=device)),
+    )
+
+
+def one_token_later(micro: MicroBatch) -> MicroBatch:
+    """Return the same rows with the token behind each in its place, where what is predicted is the one behind that.
+
+    Each sampled token is read one place earlier, but for those that are the second of their row. The last place of a
+    row has its own token again, and nothing is read there.
+    """
+    is_last = torch.zeros_like(micro.tokens, dtype=torch.bool)
+    is_last[micro.cu_seqlens[1:].long() - 1] = True
+    kept = (micro.positions[micro.outputs] > 0).nonzero().squeeze(1)
+    return dataclasses.replace(
+        micro,
+        tokens=torch.where(is_last, micro.tokens, micro.tokens.roll(-1)),
+        kept=torch.arange(len(kept), device=kept.device),
+        outputs=micro.outputs[kept] - 1,
+        targets=micro.targets[kept],
+        fields={name: values[kept] for name, values in micro.fields.items()},
+        batch_indices=micro.batch_indices[kept],
+        expert_choices=None,
     )
 
 

@@ -25,6 +25,7 @@ from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.heads import ScalarHead
+from rlhf_megatron.models.prediction import PredictionInput
 from rlhf_megatron.models.rotary import Rotary
 from rlhf_megatron.models.rotary_table import rotary_tables
 from rlhf_megatron.models.sublayers import scale_embeddings
@@ -122,10 +123,11 @@ def _build_chunk(
 ) -> GPTModel:
     chunks = config.virtual_pipeline_model_parallel_size or 1
     stage = chunk if chunks > 1 else None
+    predicts = architecture.head == "prediction"  # with the embeddings and the output layer of another model
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_specs(architecture, config, groups, implementation, stage),
-        vocab_size=architecture.padded_vocabulary(groups.tp.size()),
+        vocab_size=groups.tp.size() if predicts else architecture.padded_vocabulary(groups.tp.size()),
         max_sequence_length=architecture.max_positions,
         pre_process=groups.pp.rank() == 0 and chunk == 0,
         post_process=groups.pp.rank() == groups.pp.size() - 1 and chunk == chunks - 1,
@@ -135,7 +137,9 @@ def _build_chunk(
         pg_collection=groups,
         vp_stage=stage,
     )
-    if model.pre_process:
+    if predicts:
+        model.embedding, model.output_layer = PredictionInput(config), None
+    elif model.pre_process:
         scale_embeddings(model.embedding, architecture.scales)
     if architecture.head == "scalar" and model.post_process:
         model.output_layer = ScalarHead(config, groups.tp)

@@ -12,7 +12,7 @@ from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.rope import Llama3Scaling, Rope
 from rlhf_megatron.topology.layout import Layout
 
-Head = Literal["language", "scalar"]
+Head = Literal["language", "scalar", "prediction"]
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
 WIDEST_HEAD = 256  # of fused attention that takes fewer key-value heads than queries, on GPUs
 
@@ -158,6 +158,7 @@ class Architecture:
     """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is that of dense layers.
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
+    With "prediction" this is a layer for multi-token prediction alone, which drafts: see ``prediction_model``.
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
@@ -168,7 +169,8 @@ class Architecture:
     value is nothing (https://arxiv.org/abs/2309.17453).
     ``zero_centred_norms``: the factors of norms are 1 + their weights.
     ``gated_attention``: a head's output is multiplied with the sigmoid of a gate, whose rows are behind its query's.
-    ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are left out.
+    ``prediction_layers``: layers for multi-token prediction behind the others in the checkpoint, which are no part of
+    the model. ``first_layer``: the number of the first layer in the checkpoint.
     ``plain_mlp``: dense feed-forward layers have no gate: one matrix up, the activation, one down.
     ``latent``: attention is latent attention; ``head_dim`` is then the part of a head that turns.
     ``full_heads``: heads of layers without a window; None: they are those of the others. See ``of_kind``.
@@ -214,6 +216,7 @@ class Architecture:
     keys_are_values: bool = False
     value_norm: bool = False
     layer_scalars: bool = False
+    first_layer: int = 0
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -234,6 +237,10 @@ class Architecture:
         own = {field.name: getattr(self.full_heads, field.name) for field in dataclasses.fields(self.full_heads)}
         return dataclasses.replace(self, full_heads=None, **own)
 
+    def layer_tensors(self, index: int) -> str:
+        """Return what the names of a decoder layer's tensors begin with."""
+        return f"model.layers.{self.first_layer + index}."
+
     @functools.cached_property
     def kind_counts(self) -> Mapping[LayerKind, int]:
         """The number of decoder layers of each kind."""
@@ -249,10 +256,10 @@ class Architecture:
         """True if tensor ranks always share out the tokens between their parts (sequence parallelism)."""
         return bool(self.experts or self.latent or self.delta_net)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines about what is left out of the model, for the person who starts a run."""
-        if not self.prediction_layers:
+    def notes(self, predicts: bool) -> tuple[str, ...]:
+        """Return lines about what is left out of the model, for the person who starts a run; ``predicts``: not the
+        layer for multi-token prediction, which drafts."""
+        if predicts or not self.prediction_layers:
             return ()
         field = f"num_nextn_predict_layers={self.prediction_layers}"
         return (f"layers for multi-token prediction ({field}) are left out of training, rollout and export",)
@@ -261,6 +268,23 @@ class Architecture:
         """Return the same model in a run whose rows have at most ``longest`` tokens (``Rope.for_rows``)."""
         mixed = tuple(rope and rope.for_rows(longest) for rope in self.mixed_ropes)
         return dataclasses.replace(self, rope=self.rope.for_rows(longest), mixed_ropes=mixed)
+
+    def prediction_model(self) -> Architecture:
+        """Return the layer for multi-token prediction that is behind the others, as a model of one layer.
+
+        It maps the model's output at one token and the embedding of the next to a prediction of the one after that
+        (https://arxiv.org/abs/2412.19437, section 2.2), with the model's embeddings and output layer.
+        """
+        return dataclasses.replace(
+            self,
+            head="prediction",
+            layers=1,
+            first_layer=self.layers,
+            prediction_layers=0,
+            mixed_layers=self.layer_kinds[-1:],
+            rope=self.layer_ropes[-1] or self.rope,
+            mixed_ropes=(),
+        )
 
     def with_head(self, head: Head) -> Architecture:
         """Return the same decoder under another head."""
@@ -347,7 +371,7 @@ LATER_FIELDS = (
     "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
     "wide_query_key_norm", "scales",
     "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net", "norms_of_turned",
-    "head_norms", "plain_mlp", "full_heads", "keys_are_values", "value_norm", "layer_scalars",
+    "head_norms", "plain_mlp", "full_heads", "keys_are_values", "value_norm", "layer_scalars", "first_layer",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit", "beside_dense")
 

@@ -71,6 +71,8 @@ class CheckpointFiles:
         behind = range(architecture.layers, architecture.layers + architecture.prediction_layers)
         # ERNIE has them under names of their own.
         self._left_out = (*(f"model.layers.{layer}." for layer in behind), *(["model.mtp_"] if behind else []))
+        if architecture.head == "prediction":
+            self._left_out = _DECODER
         packs = any(stack.packed for stack in self._stacked.values())
         self._block = None if packs else _block_of(self.folder / "config.json", config)
         self._quantized: set[str] = set()

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import LARGEST_INTEGER, LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 
 # vLLM would sample at this one instead of a lower one, and the trainer not.
 LOWEST_TEMPERATURE = 0.01
@@ -171,31 +172,6 @@ class AgentSection(Section):
     """Log answers, so that a killed run gives them again. Default: with checkpoints and scheduling queue."""
 
 
-class SpeculativeSection(Section):
-    """Speculative decoding: drafts are text that was sampled before. What is sampled stays the same."""
-
-    method: Literal["ngram", "suffix"] = "suffix"
-    """Drafts from a response and its prompt; suffix: also from its group, now and an epoch ago on the same replica."""
-    num_speculative_tokens: int = Field(default=3, gt=0, le=64)
-    """Longest draft."""
-    match: int = Field(default=3, gt=0, le=64)
-    """Draft what followed the last so many tokens."""
-    max_running: int = Field(default=32, gt=0, le=2**16)
-    """Draft while a replica runs at most so many sequences."""
-    synthetic_acceptance_length: float | None = Field(default=None, ge=1)
-    """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
-
-    @model_validator(mode="after")
-    def _synthetic_length_is_reached(self) -> SpeculativeSection:
-        asked, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
-        if asked is not None and asked > most:
-            raise ValueError(
-                f"synthetic_acceptance_length={asked:g}: a step gives at most num_speculative_tokens + 1 = {most} "
-                "tokens; lower it"
-            )
-        return self
-
-
 class PromptLengthSection(Section):
     """Sampling of prompts up to a length, beyond that of the entry before; what is not given is rollout's own."""
 
@@ -282,6 +258,11 @@ class RolloutSection(Section):
     """partial resume: most updates between a group's first token and its update."""
 
     @property
+    def draft_method(self) -> str | None:
+        """The kind of model that drafts; None: there is none."""
+        return self.speculative.method if self.speculative and self.speculative.has_draft_model else None
+
+    @property
     def updates_in_flight(self) -> int:
         """Over how many updates a group may be generated; 0: it is whole before the next."""
         return 0 if self.partial == "discard" else self.max_staleness - self.steps_ahead
@@ -337,6 +318,15 @@ class RolloutSection(Section):
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype}: with partial=resume paused sequences keep their cache while "
                 "the engine sleeps, and vLLM 0.25 clears one in 8 bits as it wakes; set sleep: false, or leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_models_are_in_full(self) -> RolloutSection:
+        if self.quantization and self.speculative and self.speculative.has_draft_model:
+            raise ValueError(
+                f"speculative.method={self.speculative.method}: with quantization={self.quantization} the model that "
+                "drafts would be quantized too, which is not known to work; leave one out"
             )
         return self
 

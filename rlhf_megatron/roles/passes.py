@@ -6,6 +6,7 @@ What is read of the model and what becomes of it are given; this knows the packi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from rlhf_megatron.data.packing import (
     MicroBatch,
     assign_rows,
     make_micro_batch,
+    one_token_later,
     plan_for_all,
     plan_micro_batches,
     row_costs,
@@ -34,6 +36,7 @@ from rlhf_megatron.models.build import deterministic_kernels
 from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.packed_sequences import PackedSequences
 from rlhf_megatron.monitor.stopwatch import Stopwatch
+from rlhf_megatron.roles.beside import Beside
 from rlhf_megatron.roles.outputs import Output, Scalars, joined
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.pipeline import PipelineLinks
@@ -79,12 +82,13 @@ class Passes:
         *,
         rows_together: int = 1,
         forward_only: bool,
+        beside: Beside | None = None,
     ) -> dict[str, float]:
         """Run all micro-batches of ``batch`` through Megatron's schedule for the pipeline's depth.
 
-        ``loss_of`` gets what ``output`` reads of each, on the last stage. Returns ``imbalance``, the largest cost of a
-        data-parallel rank over the mean, and that of micro-batches; where prefixes are shared, which fraction of the
-        rows' tokens that saves.
+        ``loss_of`` gets what ``output`` reads of each, on the last stage; before that, ``beside`` learns of it. Returns
+        ``imbalance``, the largest cost of a data-parallel rank over the mean, and that of micro-batches; where prefixes
+        are shared, which fraction of the rows' tokens that saves.
         """
         assert (self._architecture.head == "scalar") == isinstance(output, Scalars), "the model has another head"
         budget = tokens_per_gpu * self._layout.context
@@ -97,10 +101,18 @@ class Passes:
         length = self._common_length(batch, own, prefixes) if chunks > 1 else self._alignment
         schedule = get_forward_backward_func(pp_size=self._layout.pipeline, vp_size=chunks if chunks > 1 else None)
         prepare = functools.partial(
-            self._micro_batch, batch, fields=fields, per_row=output.per_row, alignment=length, prefixes=prefixes
+            self._micro_batch,
+            batch,
+            fields=fields,
+            per_row=output.per_row,
+            alignment=length,
+            prefixes=prefixes,
+            follows=beside is not None,
         )
         iterators = [map(prepare, own) for _ in range(chunks)]
-        step = functools.partial(self._forward_step, output=output, loss_of=loss_of, is_timed=not forward_only)
+        step = functools.partial(
+            self._forward_step, output=output, loss_of=loss_of, is_timed=not forward_only, beside=beside
+        )
         with deterministic_kernels(self._config.deterministic_mode), _timed(self._training, not forward_only):
             schedule(
                 forward_step_func=step,
@@ -191,8 +203,10 @@ class Passes:
         per_row: bool,
         alignment: int,
         prefixes: SharedPrefixes | None = None,
+        follows: bool = False,
     ) -> MicroBatch:
-        """Return this rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
+        """Return this rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``; with
+        ``follows`` also what it is one token later."""
         whole = make_micro_batch(
             batch,
             rows,
@@ -205,7 +219,9 @@ class Passes:
             replayed_layers=self._replayed_layers,
             prefixes=prefixes,
         )
-        return part_of(whole, self._layout.context, self._groups.cp.rank())
+        parts, part = self._layout.context, self._groups.cp.rank()
+        micro = part_of(whole, parts, part)
+        return dataclasses.replace(micro, following=part_of(one_token_later(whole), parts, part)) if follows else micro
 
     def _choices_of_rank(self, micro: MicroBatch) -> Tensor | None:
         """Return the choices of the tokens that this rank's routers see: with sequence parallelism a part."""
@@ -221,6 +237,7 @@ class Passes:
         output: Output,
         loss_of: Callable[..., Tensor],
         is_timed: bool,
+        beside: Beside | None,
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         micro = next(micro_batches)
         # Transformer Engine's context parallelism asks for the boundaries with padding, which here are the boundaries.
@@ -241,6 +258,9 @@ class Passes:
         )
 
         def read(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+            if beside is not None and micro.following is not None:
+                columns = output_layer.weight if output_weight is None else output_weight
+                beside.learn(hidden_states.detach(), columns.detach(), micro.following, packed)
             return torch.stack(output(hidden_states, output_layer, output_weight, micro))
 
         def finish(parts: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

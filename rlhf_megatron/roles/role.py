@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from rlhf_megatron.models.router_replay import install_replay
 from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import OptimizerSection, RoleSection
 from rlhf_megatron.regather.plan import ShardSpec
+from rlhf_megatron.roles.beside import Beside
 from rlhf_megatron.roles.model_shard import ModelShard
 from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.outputs import SCORES, VALUES, Objective, Output, TokenLogprobs, TokenOutputs
@@ -42,6 +44,7 @@ class Role:
         trainer: its optimizer, or None where the role does not learn.
         memory: brings back what is off the device, for those who read the optimizer's state.
         totals: of what its data-parallel ranks have shares of.
+        output: of its model by default: values of a scalar head, logprobs and entropy of a language head.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Role:
         self._passes = Passes(architecture, layout, shard.config, shard.groups, chunks, replayed, shares_prompts)
         self.memory = RoleMemory(section.offload, chunks, self.trainer)
         self.totals = self._reduction = RoleReduction(shard.groups, shard.ranks, self.device)
-        self._output = _default_output(shard, temperature, section)
+        self.output = _default_output(shard, temperature, section)
         self._span = span
 
     def offload(self) -> None:
@@ -145,7 +148,7 @@ class Role:
 
     def logprobs(self, batch: RolloutBatch) -> TokenOutputs:
         """Return logprob and entropy of every sampled token of ``batch``, without gradients; of a language head."""
-        return TokenOutputs(*self._compute(batch, self._output))
+        return TokenOutputs(*self._compute(batch, self.output))
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """Return [T] float32 on the CPU, without gradients, 0 on tokens that were not sampled; of a scalar head.
@@ -189,6 +192,7 @@ class Role:
         output: Output | None = None,
         rows_together: int = 1,
         outputs: Tensor | None = None,
+        beside: Beside | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on all shares; ``fields`` are the objective's inputs, [T] each ([R] for scores).
 
@@ -196,6 +200,8 @@ class Role:
         ``rows_together``: so many rows that follow each other reach the objective together and in order, such as the
         two of a pair.
         ``outputs``: [count, T] on the CPU, filled with the outputs of this step's forward passes.
+        ``beside``: learns in the same forward passes from what they give, and takes its own step; its metrics come with
+        these.
 
         Returns the objective's metrics over all shares (sum / count), ``loss``, ``grad_norm``, ``learning_rate``, and
         ``imbalance`` of its packing.
@@ -204,14 +210,25 @@ class Role:
         In float16 the passes are made again where the loss's scale was too high, which ``loss_scale`` is.
         """
         budget, loss = self.section.update_tokens, StepLoss(objective, keeps_outputs=outputs is not None)
-        read = output or self._output
+        read = output or self.output
         run_passes = functools.partial(
-            self._passes.run, batch, fields, budget, read, loss, rows_together=rows_together, forward_only=False
+            self._passes.run,
+            batch,
+            fields,
+            budget,
+            read,
+            loss,
+            rows_together=rows_together,
+            forward_only=False,
+            beside=beside,
         )
-        step = self._take_step(run_passes, loss)
+        if beside:
+            beside.begin(batch)
+        step = self._take_step(run_passes, loss, beside)
+        metrics = loss.metrics | (beside.take_step() if beside else {})
         if outputs is not None:  # not before: it waits for the GPU
             outputs.copy_(self._reduction.gather_outputs(loss.outputs, *outputs.shape))
-        return self._reduction.mean_metrics(loss.metrics) | step
+        return self._reduction.mean_metrics(metrics) | step
 
     def take_times_ms(self) -> dict[str, float]:
         """Return this rank's milliseconds in updates since the last call, by part: ``forward_time``,
@@ -220,17 +237,37 @@ class Role:
         sync = self.trainer.take_gradient_sync_ms() if self.trainer else 0.0
         return {"gradient_sync_ms": sync, "forward_time_ms": forward, "backward_time_ms": backward}
 
-    def _take_step(self, run_passes: Callable[[], dict[str, float]], loss: StepLoss) -> dict[str, float]:
-        """Run the passes of a step and the optimizer; return their metrics, without those of the objective."""
-        trainer = self.trainer
-        assert trainer is not None, f"{self.name} does not learn"
+    def begin_step(self) -> float:
+        """Have all on the device that a step needs, or on its way; return the step's learning rate."""
+        assert self.trainer is not None, f"{self.name} does not learn"
         self.memory.come_back("parameters", "gradients")
         self.memory.fetch("optimizer")
-        rate = trainer.set_learning_rate()
+        return self.trainer.set_learning_rate()
+
+    def end_step(self) -> tuple[float, bool]:
+        """Sum gradients over ranks and take the optimizer's step; return (the norm, whether the step was taken).
+
+        For gradients that Megatron's schedule, which sums them in ``update``, has not made.
+        """
+        assert self.trainer is not None, f"{self.name} does not learn"
+        config: Any = self.shard.config
+        config.finalize_model_grads_func(self.trainer.chunks, None, pg_collection=self.groups)
+        self.memory.come_back("optimizer")
+        norm = self.trainer.gradient_norm()
+        return norm, self.trainer.step(norm)
+
+    def _take_step(
+        self, run_passes: Callable[[], dict[str, float]], loss: StepLoss, beside: Beside | None
+    ) -> dict[str, float]:
+        """Run the passes of a step and the optimizer; return their metrics, without those of the objective."""
+        rate, trainer = self.begin_step(), self.trainer
+        assert trainer is not None
         is_accepted = False
         while not is_accepted:
             loss.clear()
             trainer.zero_gradients()
+            if beside:
+                beside.clear()
             with self._span("gradients"):
                 balance = run_passes()
             with self._span("optimizer"):

@@ -296,6 +296,10 @@ class RolloutEngine(Protocol):
         """Return the live storage of this rank's weights by the engine's names; weight sync writes to it in place."""
         ...
 
+    def draft_parameters(self) -> dict[str, Tensor]:
+        """Return the same of the model that drafts, without what it shares with the policy; empty where none does."""
+        ...
+
     def weights_updated(self, version: int) -> None:
         """Drop cached prefixes since new weights are in place; completions carry ``version`` from now on.
 

@@ -10,10 +10,20 @@ from torch import Tensor
 from rlhf_megatron.compat.vllm.answer_parsers import ToolParser, UnusableParser, reasoning_parser, tool_parser
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import RolloutEngine
+from rlhf_megatron.rollout.vllm.engine_arguments import speculative_config
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
-__all__ = ["ENGINES", "ToolParser", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser", "trace_rank"]
+__all__ = [
+    "ENGINES",
+    "ToolParser",
+    "UnusableParser",
+    "make_engine",
+    "reasoning_parser",
+    "speculative_config",
+    "tool_parser",
+    "trace_rank",
+]
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {"vllm": VllmEngine}
 """Called as ``make_engine`` is, without the name."""
@@ -29,6 +39,7 @@ def make_engine(
     shared: Mapping[str, Tensor] | None = None,
     records_experts: bool = False,
     language: Mapping[str, Any] | None = None,
+    draft_model: str | None = None,
     name: str = "vllm",
 ) -> RolloutEngine:
     """Make this rank's engine of a replica; collective over the whole world.
@@ -40,6 +51,8 @@ def make_engine(
         seed: of what the engine draws beside the requests' own seeds.
         load_format: "dummy" for weights that ``parameters`` takes later, "auto" for those of ``model_path``.
         language: config of the language model to make, where config.json is that of a model around it.
+        draft_model: folder with the config.json of the head that drafts (``rollout.speculative.method`` eagle3), in
+            EAGLE-3's published form.
         records_experts: completions say which experts each token reached.
         shared: with dummy weights, tensors that parameters of these names are to be views of; they must never move.
 
@@ -47,4 +60,6 @@ def make_engine(
         RolloutError: config.json or the recipe's rollout section is not right, or there is too little memory.
     """
     make = ENGINES[name]
-    return make(model_path, section, dtype, max_prompt_length, seed, load_format, shared, records_experts, language)
+    return make(
+        model_path, section, dtype, max_prompt_length, seed, load_format, shared, records_experts, language, draft_model
+    )

@@ -78,6 +78,14 @@ def model(engine: Any) -> torch.nn.Module:
     return module
 
 
+def draft_model(engine: Any) -> torch.nn.Module | None:
+    """Return the model that drafts for an LLMEngine's on this rank; None where there is none."""
+    runner = model_runner(engine)
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)  # V1's and V2's name
+    drafting = getattr(drafter, "model", None)
+    return drafting if isinstance(drafting, torch.nn.Module) else None
+
+
 def loaded_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, and those buffers that vLLM's loaders fill from a checkpoint, with their names."""
     yield from module.named_parameters()

@@ -34,7 +34,7 @@ def offered(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Give an engine that is made inside with dummy weights views of ``tensors``, by the names of its parameters.
 
     A parameter of another shape, type or device than the tensor of its name, or without one, has memory of its own,
-    with small random numbers. Import vLLM before.
+    with small random numbers; so have all of a model that drafts, whose names may be the policy's. Import vLLM before.
     """
     from vllm.model_executor import model_loader
 
@@ -65,19 +65,18 @@ def parameters_without_memory(shapes: Collection[torch.Size]) -> RemovableHandle
 def _loader_of(tensors: Mapping[str, Tensor]) -> type:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    shapes = {tensor.shape for tensor in tensors.values()}
-
     class SharedWeightsLoader(BaseModelLoader):  # type: ignore[misc]
         """Loader that reads no files."""
 
         def download_model(self, *_: Any) -> None:
             """Do nothing: there is nothing to download."""
 
-        def load_model(self, *arguments: Any, **named: Any) -> Any:
+        def load_model(self, vllm_config: Any, model_config: Any, *arguments: Any, **named: Any) -> Any:
             """Make the model; meanwhile what may become a view takes memory for one parameter at a time."""
-            self._registration = parameters_without_memory(shapes)
+            self._offered = tensors if model_config is vllm_config.model_config else {}
+            self._registration = parameters_without_memory({tensor.shape for tensor in self._offered.values()})
             try:
-                return super().load_model(*arguments, **named)
+                return super().load_model(vllm_config, model_config, *arguments, **named)
             finally:
                 self._registration.remove()
 
@@ -85,13 +84,14 @@ def _loader_of(tensors: Mapping[str, Tensor]) -> type:
             """Make the views, and give the other parameters their memory back."""
             self._registration.remove()  # parameters that vLLM makes of these are to keep theirs
             for name, parameter in model.named_parameters():
-                tensor = tensors.get(name)
+                tensor = self._offered.get(name)
                 if tensor is not None and _fits(parameter, tensor):
                     parameter.data = tensor.detach()
                     continue
                 if not parameter.untyped_storage().nbytes():
                     parameter.untyped_storage().resize_(parameter.nbytes)
-                if parameter.element_size() > 1:  # what is quantized follows from another parameter
+                # What is quantized follows from another parameter, and a reduced vocabulary's table is not random.
+                if parameter.is_floating_point() and parameter.element_size() > 1:
                     torch.nn.init.uniform_(parameter, -_SMALL, _SMALL)
 
     return SharedWeightsLoader

@@ -38,6 +38,13 @@ def configuration(count: int) -> dict[str, Any]:
     }
 
 
+def model_configuration(method: str, count: int, folder: str | None) -> dict[str, Any]:
+    """Return vLLM's speculative_config for ``count`` tokens drafted by a model: that of ``folder``, or a layer of the
+    target's."""
+    model = {} if folder is None else {"model": folder}
+    return {"method": method, "num_speculative_tokens": count, **model}
+
+
 @dataclasses.dataclass
 class SpeculationCounts:
     """Outcome of drafts."""
@@ -96,11 +103,12 @@ class CustomDrafter:
     why="vLLM verifies drafts by numbers of the request's generator, so that what a seed samples depends on the drafts",
     upstream="https://github.com/vllm-project/vllm/issues/6038",
 )
-def install(engine: Any, draft: Draft, max_running: int, synthetic_length: float | None = None) -> SeededSampler:
-    """Have a new LLMEngine, made with ``configuration``, speculate; see ``CustomDrafter.bind`` and
-    ``SeededSampler``."""
+def install(engine: Any, draft: Draft | None, max_running: int, synthetic_length: float | None = None) -> SeededSampler:
+    """Have a new LLMEngine speculate, by ``draft`` where it was made with ``configuration``; see
+    ``CustomDrafter.bind`` and ``SeededSampler``."""
     runner = internals.model_runner(engine)
-    runner.drafter.bind(runner, draft, max_running, pads=synthetic_length is not None)
+    if draft is not None:
+        runner.drafter.bind(runner, draft, max_running, pads=synthetic_length is not None)
     runner._sample = sampler = SeededSampler(runner, synthetic_length)
     return sampler
 

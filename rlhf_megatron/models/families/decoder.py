@@ -19,6 +19,7 @@ from rlhf_megatron.models.families.config_reading import read_heads
 from rlhf_megatron.models.families.decoder_tensors import (
     decoder_shapes,
     head_slots,
+    input_slots,
     layer_slots,
     megatron_names,
     rollout_names,
@@ -38,7 +39,6 @@ from rlhf_megatron.models.rectangles import (
     Implementation,
     Shapes,
     Slot,
-    chunk_prefix,
     held_layers,
     slot_blocks,
 )
@@ -66,6 +66,7 @@ class Decoder:
     ``vllm_divides_heads``: vLLM takes hidden_size / num_attention_heads for the size of a head, whatever head_dim is.
     ``vllm_mixes_windows``: in vLLM too some layers may have a window and others not.
     ``vllm_has_output_bias``: attention's output has a bias in vLLM where it has one in transformers.
+    ``predicts``: checkpoints have a layer for multi-token prediction in DeepSeek-V3's form.
     """
 
     classes: str
@@ -92,6 +93,7 @@ class Decoder:
     vllm_mixes_windows: bool = False
     vllm_has_output_bias: bool = True
     has_rollout_table: bool = True
+    predicts: bool = False
     joint_adapters: bool = False
     initial_values: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -293,13 +295,12 @@ class Decoder:
         kinds = a.layer_kinds
         slots: list[Slot] = []
         if coordinates.pipeline == 0:
-            first = chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
-            slots.append(Slot("model.embed_tokens.weight", "vocabulary", first))
+            slots.extend(input_slots(a, layout))
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
-            names = megatron_names(a, prefix, kinds[index], implementation)
-            slots.extend(layer_slots(a, kinds[index], f"model.layers.{index}.", names, self.norms, self.expert_names))
+            names, layer = megatron_names(a, prefix, kinds[index], implementation), a.layer_tensors(index)
+            slots.extend(layer_slots(a, kinds[index], layer, names, self.norms, self.expert_names))
             if a.experts and kinds[index].feed_forward == "experts":
-                slots.extend(mixture.common_slots(a.experts, self.expert_names, f"model.layers.{index}.", prefix))
+                slots.extend(mixture.common_slots(a.experts, self.expert_names, layer, prefix))
         if coordinates.pipeline == layout.pipeline - 1:
             slots.extend(head_slots(a, layout))
         blocks = [
@@ -309,7 +310,7 @@ class Decoder:
         ]
         for prefix, index in held_layers(a, layout, coordinates.pipeline):
             if kinds[index].attention == "delta":
-                layer = f"model.layers.{index}."
+                layer = a.layer_tensors(index)
                 blocks.extend(delta_net_tensors.delta_blocks(a, layer, prefix, layout.tensor, coordinates.tensor))
         return [*blocks, *mixture.megatron_experts(a, self.expert_names, layout, position)]
 

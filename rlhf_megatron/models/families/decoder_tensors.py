@@ -20,13 +20,22 @@ _MEGATRON_NORMS: dict[Implementation, tuple[str, str]] = {
 }
 _ROUTER_NORM = "pre_mlp_layernorm.weight"  # in front of a router there is no linear layer to fuse it with
 _DENSE_NORM = "mlp.before_dense.weight"  # which is not before the experts beside the dense layer
+# What a layer for multi-token prediction has in front: norms of the next token's embedding and of the model's output,
+# and the product of both, one behind the other. And what it has behind: a norm.
+_PREDICTION_INPUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+_PREDICTION_NORM = "shared_head.norm.weight"
 
 
 @functools.cache
 def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.ExpertNames) -> dict[str, tuple[int, ...]]:
     """Return every tensor of a checkpoint and its shape, in the model's order."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocabulary, a.hidden)}
-    for index, kind in enumerate(a.layer_kinds):
+    shapes: dict[str, tuple[int, ...]] = {}
+    if a.head == "prediction":
+        norm, other, product = (f"model.layers.{a.first_layer}.{tensor}" for tensor in _PREDICTION_INPUT)
+        shapes |= {norm: (a.hidden,), other: (a.hidden,), product: (a.hidden, 2 * a.hidden)}
+    else:
+        shapes["model.embed_tokens.weight"] = (a.vocabulary, a.hidden)
+    for index, kind in enumerate(a.layer_kinds, start=a.first_layer):
         layer = f"model.layers.{index}."
         shapes.update((f"{layer}{norm}.weight", (a.hidden,)) for norm in norms.names if norm)
         if kind.attention == "delta":
@@ -44,12 +53,19 @@ def decoder_shapes(a: Architecture, norms: NormNames, expert_names: mixture.Expe
             shapes[f"{layer}mlp.{part}.weight"] = (rows, columns)
             if a.mlp_bias:
                 shapes[f"{layer}mlp.{part}.bias"] = (rows,)
-    shapes["model.norm.weight"] = (a.hidden,)
+    shapes[_last_norm(a)] = (a.hidden,)
+    if a.head == "prediction":
+        return shapes
     if a.head == "scalar":
         shapes[SCORE] = (1, a.hidden)
     elif not a.tied_embeddings:
         shapes["lm_head.weight"] = (a.vocabulary, a.hidden)
     return shapes
+
+
+def _last_norm(a: Architecture) -> str:
+    """Return the tensor of the norm behind the last layer."""
+    return f"model.layers.{a.first_layer}.{_PREDICTION_NORM}" if a.head == "prediction" else "model.norm.weight"
 
 
 def _attention_shapes(a: Architecture, layer: str, norms: NormNames) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -135,10 +151,22 @@ def layer_slots(
         yield Slot(f"{tensor_prefix}mlp.down_proj.{kind_of_tensor}", down, f"{names['down']}.{kind_of_tensor}")
 
 
+def input_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
+    """Yield the slots of what Megatron's first pipeline stage has before its layers."""
+    module = chunk_prefix(layout, 0) + "embedding."
+    if a.head == "prediction":
+        for tensor in _PREDICTION_INPUT:
+            yield Slot(f"model.layers.{a.first_layer}.{tensor}", "whole", module + tensor)
+        return
+    yield Slot("model.embed_tokens.weight", "vocabulary", module + "word_embeddings.weight")
+
+
 def head_slots(a: Architecture, layout: Layout) -> Iterator[Slot]:
     """Yield the slots of what Megatron's last pipeline stage has behind its layers."""
     last = chunk_prefix(layout, layout.virtual_pipeline - 1)
-    yield Slot("model.norm.weight", "whole", last + "decoder.final_layernorm.weight")
+    yield Slot(_last_norm(a), "whole", last + "decoder.final_layernorm.weight")
+    if a.head == "prediction":
+        return
     if a.head == "scalar":
         yield Slot(SCORE, "whole", last + "output_layer.weight")
     elif not a.tied_embeddings:

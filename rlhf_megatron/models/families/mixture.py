@@ -185,11 +185,13 @@ def megatron_experts(a: Architecture, names: ExpertNames, layout: Layout, positi
         for number, ((gate_up, row), (down, down_row)) in enumerate(zip(gate_ups, downs, strict=True)):
             expert = coordinates.expert * held + number
             yield from _expert_blocks(
-                a, names, index, expert, parts, part, (first + gate_up, row), (second + down, down_row)
+                a, names, a.first_layer + index, expert, parts, part, (first + gate_up, row), (second + down, down_row)
             )
             if a.experts.biased:
                 rows = (number * 2 * width, number * a.hidden)
-                yield from _bias_blocks(a, names, index, expert, (first + "bias", rows[0]), (second + "bias", rows[1]))
+                yield from _bias_blocks(
+                    a, names, a.first_layer + index, expert, (first + "bias", rows[0]), (second + "bias", rows[1])
+                )
 
 
 def _places(experts: int, rows: int, columns: int) -> Iterator[tuple[str, int]]:

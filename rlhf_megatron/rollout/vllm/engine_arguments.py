@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlhf_megatron.compat.vllm import speculation
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 from rlhf_megatron.rollout.engine import Sampling
 
 _CPU_KV_CACHE_GB = 0.0625
@@ -21,11 +22,13 @@ _CPU_BLOCK_SIZE = 32
 _FREE_MEMORY_MARGIN = 0.9
 
 
-def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length: int, on_gpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    section: RolloutSection, dtype: str, seed: int, max_length: int, on_gpu: bool, draft_model: str | None = None
+) -> dict[str, Any]:
     """Return keyword arguments of vLLM's LLM for a rollout section; ``max_length`` is a prompt's and its response's.
 
     Raises:
-        RolloutError: the section asks for more memory than is free.
+        RolloutError: the section asks for more memory than is free, or for a draft model that is not given.
     """
     arguments: dict[str, Any] = {
         "dtype": section.dtype or dtype,
@@ -47,7 +50,7 @@ def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length:
     if section.kv_cache_dtype is not None:
         arguments["kv_cache_dtype"] = section.kv_cache_dtype
     if section.speculative is not None:
-        arguments["speculative_config"] = speculation.configuration(section.speculative.num_speculative_tokens)
+        arguments["speculative_config"] = speculative_config(section.speculative, draft_model)
     if section.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = section.max_num_batched_tokens
     # Of a rank that is a world of its own (topology.team), only torchrun knows that there are others.
@@ -72,6 +75,19 @@ def engine_arguments(section: RolloutSection, dtype: str, seed: int, max_length:
     if kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
     return arguments
+
+
+def speculative_config(section: SpeculativeSection, draft_model: str | None = None) -> dict[str, Any]:
+    """Return vLLM's speculative_config; ``draft_model``: the folder of a head that drafts.
+
+    Raises:
+        RolloutError: the method is that of a head, and there is none.
+    """
+    if section.method == "eagle3" and draft_model is None:
+        raise RolloutError("rollout.speculative.method=eagle3: there is no folder of a head that drafts; give one")
+    if section.has_draft_model:
+        return speculation.model_configuration(section.method, section.num_speculative_tokens, draft_model)
+    return speculation.configuration(section.num_speculative_tokens)
 
 
 def _gpu_memory_share(section: RolloutSection) -> float:

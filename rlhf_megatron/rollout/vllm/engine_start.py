@@ -16,6 +16,7 @@ from rlhf_megatron.compat.torch import preserved_threads
 from rlhf_megatron.compat.vllm import (
     activation_type,
     compile_cache,
+    draft_models,
     internals,
     language_models,
     model_inspection,
@@ -24,6 +25,7 @@ from rlhf_megatron.compat.vllm import (
 )
 from rlhf_megatron.compat.vllm.names import check_version
 from rlhf_megatron.errors import RolloutError
+from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.vllm.refusals import refusal_of
 
@@ -66,17 +68,21 @@ def _sockets_in_a_folder() -> Iterator[None]:
                 os.environ[variable] = before
 
 
-def make_llm(arguments: dict[str, Any], quantizes: bool, shared: Mapping[str, Tensor], max_length: int) -> Any:
+def make_llm(arguments: dict[str, Any], section: RolloutSection, shared: Mapping[str, Tensor], max_length: int) -> Any:
     """Make vLLM's LLM, with parameters that are views of those ``shared``."""
     import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
     from vllm import LLM
 
+    quantizes = section.quantization is not None
     if quantizes:
         from rlhf_megatron.compat.vllm import fp8_layers
 
         fp8_layers.install()
         arguments["quantization"] = fp8_layers.METHOD
-    offered = shared_weights.offered(shared) if shared or quantizes else contextlib.nullcontext()
+    drafts = section.speculative is not None and section.speculative.has_draft_model
+    if drafts:
+        draft_models.heads_have_output_layers()
+    offered = shared_weights.offered(shared) if shared or quantizes or drafts else contextlib.nullcontext()
     with offered, internals.own_rotary_modules():
         try:
             llm = LLM(**arguments)

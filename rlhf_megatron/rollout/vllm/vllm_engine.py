@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,23 @@ from rlhf_megatron.compat.vllm import (
     sleeping_memory,
     speculation,
 )
-from rlhf_megatron.compat.vllm.choice_recorder import ChoiceRecorder
 from rlhf_megatron.compat.vllm.speculation import SeededSampler
 from rlhf_megatron.compat.vllm.workspace import Workspace
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.recipe.rollout import SpeculativeSection
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 from rlhf_megatron.rollout.drafts import Drafter
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
-from rlhf_megatron.rollout.engine_core import EngineOutput, EngineRequest
 from rlhf_megatron.rollout.lockstep import ReplicaRanks
 from rlhf_megatron.rollout.paused import PausedRequests
 from rlhf_megatron.rollout.random_state import preserved_random_state
 from rlhf_megatron.rollout.request_checks import check_requests
 from rlhf_megatron.rollout.response_lengths import ResponseLengths
 from rlhf_megatron.rollout.scheduler import GenerationScheduler
-from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments, sampling_params
+from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
 from rlhf_megatron.rollout.vllm.engine_start import make_llm, starting
 from rlhf_megatron.rollout.vllm.model_config import checked_vocabulary, config_arguments
+from rlhf_megatron.rollout.vllm.vllm_core import VllmCore
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
 # vLLM raises a temperature below this to it, and the trainer's logprobs would be of another distribution.
@@ -64,6 +63,7 @@ class VllmEngine:
         shared: Mapping[str, Tensor] | None = None,
         records_experts: bool = False,
         language: Mapping[str, Any] | None = None,
+        draft_model: str | None = None,
     ) -> None:
         """Make the engine; the arguments are those of ``engines.make_engine``, and ``load_format`` is vLLM's.
 
@@ -78,7 +78,7 @@ class VllmEngine:
         self._version: int | None = None
         self._max_length = max_prompt_length + section.max_response_length
         self._vocabulary = checked_vocabulary(Path(model_path), language)
-        arguments = engine_arguments(section, dtype, seed, self._max_length, self._on_gpu)
+        arguments = engine_arguments(section, dtype, seed, self._max_length, self._on_gpu, draft_model)
         if load_format == "dummy":
             arguments |= config_arguments(model_path, language)
         self._workspace = Workspace()
@@ -87,13 +87,13 @@ class VllmEngine:
             arguments |= {"model": model_path, "load_format": load_format, "use_tqdm_on_load": False}
             recording = choice_recorder.recorded() if records_experts else contextlib.nullcontext()
             with self._in_use(), recording as recorder:
-                self._llm: Any = make_llm(arguments, section.quantization is not None, shared or {}, self._max_length)
+                self._llm: Any = make_llm(arguments, section, shared or {}, self._max_length)
         self._engine: Any = self._llm.llm_engine
         if recorder is not None:
             recorder.follow(internals.scheduler(self._engine))
         self._drafter, self._speculation = self._speculating(section.speculative)
         self._core, self._paused = VllmCore(self._engine, recorder, self._drafter), PausedRequests()
-        self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters().items()}
+        self._pointers = {name: parameter.data_ptr() for name, parameter in self._written()}
         self._ranks = ReplicaRanks(internals.tensor_group() if section.layout.tensor > 1 else None)
         self._lengths = ResponseLengths()
         self.record = GenerationRecord()
@@ -108,8 +108,10 @@ class VllmEngine:
         """Return (drafts of requests, what verifies them), where the recipe asks for them."""
         if section is None:
             return None, None
-        drafter = Drafter(section.num_speculative_tokens, section.match, section.method == "suffix")
         running, synthetic = section.max_running, section.synthetic_acceptance_length
+        if section.has_draft_model:
+            return None, speculation.install(self._engine, None, running, synthetic)
+        drafter = Drafter(section.num_speculative_tokens, section.match, section.method == "suffix")
         return drafter, speculation.install(self._engine, drafter.draft, running, synthetic)
 
     # ---- weights
@@ -125,9 +127,26 @@ class VllmEngine:
             if fp8_layers.is_full_precision(name) and not latent_weights.is_derived(name)
         }
 
+    def draft_parameters(self) -> dict[str, Tensor]:
+        """See RolloutEngine. A head's embeddings are the policy's; so are a layer's, and its output layer."""
+        drafting = internals.draft_model(self._engine)
+        if drafting is None:
+            return {}
+        of_policy = {id(parameter) for parameter in internals.model(self._engine).parameters()}
+        return {
+            name: parameter.data
+            for name, parameter in drafting.named_parameters()
+            if id(parameter) not in of_policy and not latent_weights.is_derived(name)
+        }
+
+    def _written(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is written in place, with names that tell both models apart."""
+        yield from self.parameters().items()
+        yield from ((f"draft model: {name}", tensor) for name, tensor in self.draft_parameters().items())
+
     def pointer_check(self) -> None:
         """Raise RuntimeError naming the first parameter whose storage has moved: CUDA graphs hold the old address."""
-        for name, parameter in self.parameters().items():
+        for name, parameter in self._written():
             if parameter.data_ptr() != self._pointers[name]:
                 raise RuntimeError(f"vLLM's parameter {name} has moved in memory; it must be written in place")
 
@@ -138,7 +157,8 @@ class VllmEngine:
         self.pointer_check()
         if self._on_gpu:
             torch.cuda.synchronize()  # whichever streams they were written on
-        latent_weights.follow(internals.model(self._engine))
+        for model in filter(None, (internals.model(self._engine), internals.draft_model(self._engine))):
+            latent_weights.follow(model)
         if self._section.quantization:
             from rlhf_megatron.compat.vllm import fp8_layers
 
@@ -258,131 +278,3 @@ class VllmEngine:
         """See RolloutEngine. vLLM ends torch.distributed for the whole process with its engine: do this last."""
         with self._in_use():
             internals.shutdown(self._engine)
-
-
-class VllmCore:
-    """One rank's LLMEngine; an EngineCore."""
-
-    name = "vLLM"
-
-    def __init__(self, engine: Any, recorder: ChoiceRecorder | None = None, drafter: Drafter | None = None) -> None:
-        """Wrap an LLMEngine, whose choices of experts a ``recorder`` has, and for whose requests a ``drafter``
-        drafts."""
-        self._engine, self._recorder, self._drafter = engine, recorder, drafter
-        self.max_num_seqs, self.block_size, self.enable_prefix_caching = internals.scheduling_limits(engine)
-        self._numbers: dict[str, int] = {}  # by vLLM's own, longer name of a request
-        self._names: dict[int, str] = {}  # the latest of each number
-        self._prefilling: dict[str, int] = {}  # tokens of requests that have sampled none, by vLLM's name
-        self.prompt_tokens = self.prefilled_tokens = 0
-        self._is_paused = False
-        self._salt = ""
-
-    def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
-        """See EngineCore."""
-        parameters = sampling_params(sampling, request.seed, request.max_tokens)
-        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": self._salt}
-        name = self._engine.add_request(str(request.number), prompt, parameters)
-        internals.keep_logprobs_as_numbers(self._engine, name)
-        self._numbers[name] = request.number
-        self._names[request.number] = name
-        self._prefilling[name] = len(request.token_ids)
-        if self._drafter:
-            own = len(request.token_ids) - request.begun
-            self._drafter.begin(name, request.token_ids[:own], request.token_ids[own:])
-
-    def step(self) -> list[EngineOutput]:
-        """See EngineCore."""
-        self.resume()
-        outputs = self._engine.step()
-        self._count_prefilled(outputs)
-        return self._ended(outputs)
-
-    def _count_prefilled(self, outputs: Iterable[Any]) -> None:
-        """Count the tokens of requests that have sampled their first."""
-        if not self._prefilling:
-            return
-        cached = internals.cached_tokens(self._engine, self._prefilling)
-        ended = {self._names[int(output.request_id)]: output for output in outputs if output.finished}
-        cached |= {name: ended[name].num_cached_tokens or 0 for name in self._prefilling.keys() & ended.keys()}
-        for name, from_cache in cached.items():
-            tokens = self._prefilling.pop(name)
-            self.prompt_tokens += tokens
-            self.prefilled_tokens += tokens - from_cache
-
-    def resume(self) -> None:
-        """End a pause, as the next step does."""
-        if self._is_paused:
-            internals.resume(self._engine)
-            self._is_paused = False
-
-    def _ended(self, outputs: Iterable[Any]) -> list[EngineOutput]:
-        return [self._with_choices(_output_of(output)) for output in outputs if output.finished]
-
-    def weights_updated(self, version: int) -> None:
-        """Have no request that begins from now on share cache blocks with those of before.
-
-        vLLM forgets no block that is in use, so what begins from now on has another hash. That is also so for what
-        waits: nothing of it is in the cache.
-        """
-        self._salt = f"weights {version}"
-        internals.salt_waiting(self._engine, self._salt)
-
-    def pause(self) -> list[EngineOutput]:
-        """See EngineCore. vLLM plans nothing while it is paused, so what it has begun ahead comes to an end."""
-        self._is_paused = True
-        internals.pause(self._engine)
-        return self._ended(internals.drain(self._engine))
-
-    def unfinished(self) -> list[EngineOutput]:
-        """See EngineCore."""
-        outputs = []
-        for name, output in internals.partial_outputs(self._engine):
-            choices = self._recorder.so_far(name) if self._recorder else None
-            outputs.append(dataclasses.replace(_output_of(output), expert_choices=choices))
-        return outputs
-
-    def abort_request(self, number: int) -> None:
-        """See EngineCore."""
-        name = self._names.pop(number)
-        del self._numbers[name]
-        self._prefilling.pop(name, None)
-        internals.abort(self._engine, str(number))
-        if self._recorder:
-            self._recorder.take(name)
-        if self._drafter:
-            self._drafter.end(name)
-
-    def abort_requests(self) -> list[EngineOutput]:
-        """See EngineCore."""
-        outputs = [self._with_choices(_output_of(output)) for output in internals.abort_all(self._engine)]
-        for _ in internals.drain(self._engine):
-            pass
-        self._numbers.clear()
-        self._names.clear()
-        self._prefilling.clear()
-        return outputs
-
-    def _with_choices(self, output: EngineOutput) -> EngineOutput:
-        name = self._names.pop(output.number)
-        self._numbers.pop(name)
-        self._prefilling.pop(name, None)  # of one that has ended on the way to a pause
-        if self._drafter:
-            self._drafter.end(name, output.token_ids)
-        if self._recorder is None:
-            return output
-        return dataclasses.replace(output, expert_choices=self._recorder.take(name))
-
-    def running(self) -> dict[int, int]:
-        """See EngineCore."""
-        return {self._numbers[name]: count for name, count in internals.sampled_tokens(self._engine).items()}
-
-    def free_tokens(self) -> float:
-        """See EngineCore."""
-        return internals.free_cache_tokens(self._engine)
-
-
-def _output_of(output: Any) -> EngineOutput:
-    sample = output.outputs[0]
-    return EngineOutput(
-        int(output.request_id), list(sample.token_ids), list(sample.logprobs or ()), str(sample.finish_reason)
-    )
