@@ -45,4 +45,5 @@ def part_of(micro: MicroBatch, parts: int, part: int) -> MicroBatch:
         targets=micro.targets[kept],
         kept=kept,
         expert_choices=None if micro.expert_choices is None else micro.expert_choices[held],
+        following=micro.following and part_of(micro.following, parts, part),
     )

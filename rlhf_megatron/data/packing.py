@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -128,6 +129,7 @@ def make_micro_batch(
     device: torch.device | str = "cpu",
     replayed_layers: Sequence[int] = (),
     prefixes: SharedPrefixes | None = None,
+    follows: bool = False,
 ) -> MicroBatch:
     """Pack ``rows`` of ``batch``, to be read at the sampled tokens, or ``per_row`` at the last that is no padding.
 
@@ -137,6 +139,7 @@ def make_micro_batch(
     (sequence parallelism splits it evenly), and is at least that, so that an empty micro-batch still has a shape to
     send through the pipeline. ``replayed_layers``: those of the batch's expert choices that go with it.
     ``prefixes``, those of the batch's rows: what rows share is there once, with the choices of one of them.
+    ``follows``: with what it is one token later.
     """
     spans = [(int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])) for row in rows]
     where = _joined([torch.arange(start, stop) for start, stop in spans])
@@ -160,19 +163,29 @@ def make_micro_batch(
     else:
         sampled = batch.response_mask[where]
         read, outputs, batch_indices = packing.places[sampled], packing.before[sampled], where[sampled]
-    return MicroBatch(
-        tokens=_moved(tokens, device),
-        positions=_moved(packing.positions, device),
-        cu_seqlens=_moved(boundaries(torch.tensor(packing.lengths)).to(torch.int32), device),
+    micro = MicroBatch(
+        tokens=tokens,
+        positions=packing.positions,
+        cu_seqlens=boundaries(torch.tensor(packing.lengths)).to(torch.int32),
         longest=max(packing.lengths),
-        kept=torch.arange(len(outputs), device=device),
-        outputs=_moved(outputs, device),
-        targets=_moved(tokens[read], device),
-        fields={name: _moved(values[batch_indices], device) for name, values in fields.items()},
-        batch_indices=_moved(batch_indices, device),
-        expert_choices=None if choices is None else _moved(choices, device),
-        keys=packing.keys and packing.keys.moved(functools.partial(_moved, device=device)),
+        kept=torch.arange(len(outputs)),
+        outputs=outputs,
+        targets=tokens[read],
+        fields={name: values[batch_indices] for name, values in fields.items()},
+        batch_indices=batch_indices,
+        expert_choices=choices,
+        keys=packing.keys,
     )
+    following = _on_device(one_token_later(micro), device) if follows else None
+    return dataclasses.replace(_on_device(micro, device), following=following)
+
+
+def _on_device(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+    tensors = {field.name: getattr(micro, field.name) for field in dataclasses.fields(micro)}
+    moved: dict[str, Any] = {name: _moved(each, device) for name, each in tensors.items() if isinstance(each, Tensor)}
+    fields = {name: _moved(values, device) for name, values in micro.fields.items()}
+    keys = micro.keys and micro.keys.moved(functools.partial(_moved, device=device))
+    return dataclasses.replace(micro, **moved, fields=fields, keys=keys)
 
 
 def one_token_later(micro: MicroBatch) -> MicroBatch:
@@ -187,7 +200,7 @@ def one_token_later(micro: MicroBatch) -> MicroBatch:
     return dataclasses.replace(
         micro,
         tokens=torch.where(is_last, micro.tokens, micro.tokens.roll(-1)),
-        kept=torch.arange(len(kept), device=kept.device),
+        kept=torch.arange(len(kept)),
         outputs=micro.outputs[kept] - 1,
         targets=micro.targets[kept],
         fields={name: values[kept] for name, values in micro.fields.items()},

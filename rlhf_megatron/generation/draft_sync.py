@@ -78,3 +78,8 @@ class DraftSync:
         sources: dict[str, Any] = self._weights.parameters()
         self._regather.run(sources, engine.draft_parameters() if engine else {})
         self._draft.offload()
+
+    def verify(self, engine: RolloutEngine | None) -> None:
+        """Raise RegatherError on every rank where the engine's weights are not those of the roles."""
+        self._regather.verify(self._weights.parameters(), engine.draft_parameters() if engine else {})
+        self._draft.offload()

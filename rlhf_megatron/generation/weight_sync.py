@@ -125,6 +125,8 @@ class WeightSync:
         interval = context.recipe.regather.verify
         if interval and self.version % interval == 0:
             self.regather.verify(sources, destinations)
+            if self._drafts:
+                self._drafts.verify(self.engine)
         self._actor.offload()
         if self.engine:
             with context.span("wake"):

@@ -6,7 +6,6 @@ What is read of the model and what becomes of it are given; this knows the packi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from rlhf_megatron.data.packing import (
     MicroBatch,
     assign_rows,
     make_micro_batch,
-    one_token_later,
     plan_for_all,
     plan_micro_batches,
     row_costs,
@@ -205,8 +203,7 @@ class Passes:
         prefixes: SharedPrefixes | None = None,
         follows: bool = False,
     ) -> MicroBatch:
-        """Return this rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``; with
-        ``follows`` also what it is one token later."""
+        """Return this rank's part of the micro-batch of ``rows``, padded to a multiple of ``alignment``."""
         whole = make_micro_batch(
             batch,
             rows,
@@ -218,10 +215,9 @@ class Passes:
             device=self._device,
             replayed_layers=self._replayed_layers,
             prefixes=prefixes,
+            follows=follows,
         )
-        parts, part = self._layout.context, self._groups.cp.rank()
-        micro = part_of(whole, parts, part)
-        return dataclasses.replace(micro, following=part_of(one_token_later(whole), parts, part)) if follows else micro
+        return part_of(whole, self._layout.context, self._groups.cp.rank())
 
     def _choices_of_rank(self, micro: MicroBatch) -> Tensor | None:
         """Return the choices of the tokens that this rank's routers see: with sequence parallelism a part."""

@@ -34,6 +34,7 @@ RECIPE: dict[str, Any] = {
     "evaluation": {"at_start": False, "at_end": False},
     "reward": {"function": "reward.py"},
     "checkpoint": {"save_interval": 2},
+    "regather": {"verify": 2},
     "monitor": {"plots": False},
 }
 
