@@ -71,7 +71,8 @@ def test_samples_and_their_logprobs_are_those_without_drafts(served: Served, top
     with_drafts = served.engine.generate(asked, sampling)
     assert served.engine.record.accepted_tokens > 15
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(internals.model_runner(served.engine._engine).drafter, "_max_running", 7)
+        drafter = internals.model_runner(served.engine._engine).drafter
+        patch.setattr(drafter, "drafts", dataclasses.replace(drafter.drafts, max_running=7))
         without = served.engine.generate(asked, sampling)
         assert served.engine.record.drafted_tokens == 0, "more run than are to be drafted for"
     assert tokens_of(with_drafts) == tokens_of(without)
@@ -115,7 +116,7 @@ def test_benchmarks_accept_as_many_drafts_as_they_ask_for(served: Served) -> Non
     drafter = internals.model_runner(served.engine._engine).drafter
     asked = [Request(row, prompts(1)[0], row, 0) for row in range(4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, "_pads", True)
+        patch.setattr(drafter, "drafts", dataclasses.replace(drafter.drafts, pads=True))
         for wanted in (1.0, 2.0, 2.5):
             patch.setattr(sampler, "_synthetic_length", wanted)
             served.engine.generate(asked, dataclasses.replace(SAMPLED, max_tokens=40))

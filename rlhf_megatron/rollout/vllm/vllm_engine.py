@@ -26,7 +26,7 @@ from rlhf_megatron.compat.vllm import (
     sleeping_memory,
     speculation,
 )
-from rlhf_megatron.compat.vllm.speculation import SeededSampler
+from rlhf_megatron.compat.vllm.verification import Verification
 from rlhf_megatron.compat.vllm.workspace import Workspace
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
@@ -104,7 +104,7 @@ class VllmEngine:
         with self._workspace.in_use(), self._memory.in_use() if self._memory else contextlib.nullcontext():
             yield
 
-    def _speculating(self, section: SpeculativeSection | None) -> tuple[Drafter | None, SeededSampler | None]:
+    def _speculating(self, section: SpeculativeSection | None) -> tuple[Drafter | None, Verification | None]:
         """Return (drafts of requests, what verifies them), where the recipe asks for them."""
         if section is None:
             return None, None
