@@ -32,6 +32,7 @@ def make_head(folder: Path, model: Path) -> Path:
         "tie_word_embeddings": False,
         "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "eagle_aux_hidden_state_layer_ids": [1, 2, layers],  # where vLLM's newer model runner reads it
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, layers], "use_aux_hidden_state": True},
     }
     folder.mkdir()

@@ -272,7 +272,7 @@ def _speculative_line(rollout: RolloutSection, section: SpeculativeSection, voca
     logits = 4 * sequences * (section.num_speculative_tokens + 1) * vocabulary / GB
     drafts = f"drafts of {_count(section.num_speculative_tokens, 'token')} ({section.method})"
     line = f"rollout: {drafts} while at most {_count(sequences, 'sequence')} run per replica: logits {logits:.1f}"
-    if section.method == "ngram":
+    if section.method != "suffix":
         return line
     return f"{line}, text of earlier epochs at most {4 * MOST_HISTORY_TOKENS / GB:.2g} in host memory per rank"
 
