@@ -62,10 +62,43 @@ def generate(model: str, head: str, speculative: dict[str, Any] | None) -> tuple
     return completions, engine.record
 
 
+def drafts_of_layer(folder: str) -> list[tuple[list[int], list[int]]]:
+    """Return sequences, and what an engine's layer has drafted after each."""
+    from rlhf_megatron.compat.vllm import internals
+    from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.rollout.engine import Request, Sampling
+    from rlhf_megatron.rollout.engine_registry import make_engine
+
+    speculative = {"method": "mtp", "max_running": 2}
+    settings = {"max_response_length": LENGTH, "max_num_seqs": ROWS, "max_num_batched_tokens": 128}
+    section = RolloutSection.model_validate({**settings, "speculative": speculative})
+    engine: Any = make_engine(folder, section, "float32", len(PROMPT), 1, "auto")
+    engine.weights_updated(1)
+    runner, scheduler = internals.model_runner(engine._engine), internals.scheduler(engine._engine)
+    take, drafts = runner.take_draft_token_ids, []
+
+    def take_and_keep() -> Any:
+        taken = take()
+        for name, draft in zip(taken.req_ids, taken.draft_token_ids, strict=True):
+            request = scheduler.requests.get(name)
+            if draft and request is not None and not request.is_finished():
+                row = runner.req_states.req_id_to_index[name]
+                drafts.append((list(request.all_token_ids), runner.req_states.draft_tokens[row].tolist()))
+        return taken
+
+    runner.take_draft_token_ids = take_and_keep
+    # The first two have no drafts, while four run.
+    asked = [Request(row, PROMPT, 70 + row, 0, max_tokens=4 if row < 2 else LENGTH) for row in range(ROWS)]
+    engine.generate(asked, Sampling(1.0, 1.0, -1, LENGTH, ()))
+    engine.close()
+    return drafts
+
+
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     stand_in_for_a_backend()
     from hugging_face import make_model
+    from next_token_layers import NextTokenLayer, make_model_with_layer
     from repeating_head import make_head
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
@@ -77,6 +110,9 @@ def main() -> None:
         model = make_model(Path(folder) / "model")
         head = make_head(Path(folder) / "head", model)
         results = {name: generate(str(model), str(head), speculative) for name, speculative in CASES.items()}
+        layer = make_model_with_layer(Path(folder) / "layer", "glm4_moe")
+        drafts, reference = drafts_of_layer(str(layer)), NextTokenLayer(layer, recycles_normed=False)
+        assert len(drafts) > 5 and [draft for _, draft in drafts] == [reference.draft(of, 3) for of, _ in drafts]
     plain = results["without"][0]
     for name, (completions, record) in results.items():
         if name == "benchmark":

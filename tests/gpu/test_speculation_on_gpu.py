@@ -88,6 +88,46 @@ def test_tokens_are_those_without_drafts_of_a_head(tensor: int, tmp_path: Path) 
     assert result["newer"] and 0 < result["accepted"] <= result["drafted"]
 
 
+def sample_after_sleep(model: str, head: str) -> list[dict[str, Any]]:
+    """Return what is sampled before and after a sleep that drops weights, which are then written again."""
+    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+
+    prepare_environment()
+    from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.rollout.engine import Request
+    from rlhf_megatron.rollout.engine_registry import make_engine
+
+    settings = {"speculative": {"method": "eagle3"}, "kv_cache_gb": 0.5, "max_num_seqs": 16}
+    section = RolloutSection.model_validate({"max_response_length": MAX_RESPONSE, **settings})
+    engine: Any = make_engine(model, section, "float32", MAX_PROMPT, 1, load_format="auto", draft_model=head)
+    engine.weights_updated(1)
+    weights = [
+        {name: each.cpu() for name, each in of.items()} for of in (engine.parameters(), engine.draft_parameters())
+    ]
+    results = []
+    for version in (2, 3):
+        asked = [Request(row, [5, 6, 7, 8] * 8, 100 + row, 0) for row in range(8)]
+        completions = engine.generate(asked, sampling())
+        tokens = [completion.token_ids for completion in completions]
+        results.append({"tokens": tokens, "accepted": engine.record.accepted_tokens})
+        engine.sleep()
+        engine.wake_weights()
+        for parameters, kept in zip((engine.parameters(), engine.draft_parameters()), weights, strict=True):
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+        engine.wake_kv_cache()
+        engine.weights_updated(version)
+    return results
+
+
+def test_a_head_drafts_as_before_after_a_sleep(tmp_path: Path) -> None:
+    skip_without_gpus(1)
+    model = make_model(tmp_path / "model", "qwen3", tied=False)
+    arguments = {"model": str(model), "head": str(make_head(tmp_path / "head", model))}
+    [[before, after]] = run_ranks(sample_after_sleep, 1, arguments)
+    assert before == after and before["accepted"] > 0
+
+
 @pytest.mark.parametrize(
     ("family", "fields"),
     [("glm4_moe", {}), ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64})],

@@ -31,9 +31,10 @@ from rlhf_megatron.compat.vllm import (
     logprobs,
     model_inspection,
     model_runner,
+    newer_speculation,
+    older_speculation,
     shared_weights,
     sleeping_memory,
-    speculation,
     workspace,
 )
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
@@ -49,6 +50,7 @@ OF_PROCESS = (
     language_models,
     model_inspection,
     model_runner,
+    newer_speculation,
     vllm_cpu,
 )
 REPLACEMENTS = (
@@ -57,9 +59,9 @@ REPLACEMENTS = (
     internals,
     load_tracing,
     logprobs,
+    older_speculation,
     shared_weights,
     sleeping_memory,
-    speculation,
     torch_patches,
     workspace,
 )

@@ -18,6 +18,7 @@ from next_token_layers import LAYERS, NextTokenLayer, make_model_with_layer
 from parallel.ranks import run_ranks
 from repeating_head import DRAFTED_TOKENS
 from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Request, Sampling
@@ -130,6 +131,18 @@ def test_a_head_that_changes_changes_drafts_and_no_sample(served: Served) -> Non
     served.serve(0, version=3)
     assert tokens_of(served.engine.generate(asked, sampling)) == before
     assert served.engine.record.accepted_tokens == right
+
+
+@without_gpu
+def test_buffers_of_a_head_outlive_a_sleep_that_drops_them(served: Served) -> None:
+    head = internals.draft_model(served.engine._engine)
+    before = {name: buffer.clone() for name, buffer in head.named_buffers()}
+    assert any(buffer.any() for buffer in before.values())
+    kept = KeptBuffers(head)
+    for buffer in head.buffers():
+        buffer.zero_()
+    kept.restore()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in head.named_buffers())
 
 
 @without_gpu

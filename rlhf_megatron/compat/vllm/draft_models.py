@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhf_megatron.compat.patches import NONE_FOUND, patch, replacement
@@ -24,6 +25,23 @@ def heads_have_output_layers() -> None:
 
     Eagle3LlamaForCausalLM.has_own_lm_head = True
     Eagle3LlamaForCausalLM.has_own_embed_tokens = False
+
+
+class KeptBuffers:
+    """What a model that drafts has beside its weights, such as tables of angles, while vLLM sleeps.
+
+    Where weights are dropped, vLLM before 0.32 keeps those of the policy alone.
+    """
+
+    def __init__(self, model: torch.nn.Module | None) -> None:
+        """Copy those of ``model`` to the host; without one there are none."""
+        self._model = model
+        self._buffers = {} if model is None else {name: each.cpu().clone() for name, each in model.named_buffers()}
+
+    def restore(self) -> None:
+        """Write them to the model again."""
+        for name, buffer in self._model.named_buffers() if self._model is not None else ():
+            buffer.copy_(self._buffers[name])
 
 
 @replacement(
