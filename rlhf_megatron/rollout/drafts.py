@@ -117,7 +117,7 @@ class Drafter:
             group = self._groups[key] = _Group(self._match, prompt, self._history.get(key, ()))
         self._rows[name] = _Row(key, group.begin(begun), len(begun))
 
-    def draft(self, name: str, sequence: NDArray[np.int32]) -> list[int]:
+    def draft(self, name: str, sequence: Sequence[int] | NDArray[np.int32]) -> list[int]:
         """Return the draft after ``sequence``, a request's prompt and response so far; none for an unknown request."""
         row = self._rows.get(name)
         if row is None:
@@ -165,11 +165,12 @@ class _Group:
         self._running += 1
         return self.seen.add([*self._lead, *begun])
 
-    def follow(self, number: int, sequence: NDArray[np.int32]) -> None:
+    def follow(self, number: int, sequence: Sequence[int] | NDArray[np.int32]) -> None:
         """Take what is new in a request's prompt and response."""
         known = self._prompt_length + self.seen.length(number) - len(self._lead)
         if known < len(sequence):
-            self.seen.extend(number, sequence[known:].tolist())
+            new = sequence[known:]
+            self.seen.extend(number, new.tolist() if isinstance(new, np.ndarray) else new)
 
     def end(self, row: _Row, sampled: Sequence[int]) -> int:
         """Keep the response of a request that has ended; return how many still run."""

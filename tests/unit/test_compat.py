@@ -24,15 +24,17 @@ from rlhf_megatron.compat.vllm import (
     block_allocation,
     choice_recorder,
     compile_cache,
+    draft_models,
     internals,
     language_models,
     load_tracing,
     logprobs,
     model_inspection,
     model_runner,
+    newer_speculation,
+    older_speculation,
     shared_weights,
     sleeping_memory,
-    speculation,
     workspace,
 )
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
@@ -44,9 +46,11 @@ OF_PROCESS = (
     megatron_cpu,
     activation_type,
     compile_cache,
+    draft_models,
     language_models,
     model_inspection,
     model_runner,
+    newer_speculation,
     vllm_cpu,
 )
 REPLACEMENTS = (
@@ -55,9 +59,9 @@ REPLACEMENTS = (
     internals,
     load_tracing,
     logprobs,
+    older_speculation,
     shared_weights,
     sleeping_memory,
-    speculation,
     torch_patches,
     workspace,
 )

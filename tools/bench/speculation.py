@@ -1,11 +1,12 @@
 """Generation with drafts of a known acceptance, beside generation without: what speculative decoding can gain and lose.
 
     python tools/bench/speculation.py [--model recipes/models/qwen2.5-7b] [--output docs/results/speculation.json]
+        [--method eagle3 --draft-model FOLDER]
 
 Each setting has an engine in a process of its own and generates the same requests: random weights and prompts, 32 x 8
 responses of lognormal lengths, those of ``step_recipe.yaml``. ``synthetic_acceptance_length`` gives that many tokens a
 step and drafted sequence, as if drafts were right: 1 is the cost of drafts that are all wrong. Drafts are made while at
-most ``max_running`` sequences run.
+most ``max_running`` sequences run; those of a model, here of random weights too, cost what the model does.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder with a config.json; default: Qwen2.5-7B, on CPUs a toy")
     parser.add_argument("--repeats", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--settings", type=int, nargs="+", help="numbers of SETTINGS; default: all")
+    parser.add_argument("--method", choices=("ngram", "suffix", "eagle3", "mtp"), default="suffix", help="what drafts")
+    parser.add_argument("--draft-model", type=Path, help="for eagle3: folder with the head's config.json")
     parser.add_argument("--output", type=Path, default=Path("docs/results/speculation.json"))
     options = parser.parse_args()
     rows, failed = [], False
@@ -52,12 +55,15 @@ def main() -> int:
         model = options.model or (Path("recipes/models/qwen2.5-7b") if on_gpu else toy)
         for number in options.settings or range(len(SETTINGS)):
             size = "gpu" if on_gpu else "toy"
-            given = {"model": str(model), "number": number, "repeats": options.repeats, "size": size}
+            given = {
+                "model": str(model), "number": number, "repeats": options.repeats, "size": size,
+                "method": options.method, "draft_model": options.draft_model and str(options.draft_model),
+            }  # fmt: skip
             reason = run_on_ranks(1, Path(__file__).resolve(), [json.dumps(given), str(result)], 600.0)
             failed |= bool(reason)
             rows.append({"failed": reason} if reason else json.loads(result.read_text(encoding="utf-8")))
             print(json.dumps(rows[-1]), flush=True)
-            write_report(options.output, {"model": model.name, "rows": with_ratios(rows)})
+            write_report(options.output, {"model": model.name, "method": options.method, "rows": with_ratios(rows)})
     return int(failed)
 
 
@@ -70,8 +76,8 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(model: str, number: int, repeats: int, size: str) -> dict[str, Any]:
-    """Return the seconds of one setting's generations."""
+def measure(model: str, number: int, repeats: int, size: str, method: Any, draft_model: str | None) -> dict[str, Any]:
+    """Return the seconds of one setting's generations, with drafts by ``method``."""
     from rlhf_megatron.recipe import RolloutSection
     from rlhf_megatron.recipe.rollout import DrawnLengthsSection
     from rlhf_megatron.recipe.speculative import SpeculativeSection
@@ -81,13 +87,14 @@ def measure(model: str, number: int, repeats: int, size: str) -> dict[str, Any]:
     setting, (prompts, responses, length, mean, longest) = SETTINGS[number], SIZES[size]
     accepted, tokens, running = setting or (None, 0, 0)
     drafts = setting and SpeculativeSection(
-        synthetic_acceptance_length=accepted, num_speculative_tokens=tokens, max_running=running
+        method=method, synthetic_acceptance_length=accepted, num_speculative_tokens=tokens, max_running=running
     )
     section = RolloutSection(
         max_response_length=longest, max_num_seqs=512, gpu_memory_utilization=0.8, sleep=False, speculative=drafts
     )
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    engine, drawn = VllmEngine(model, section, dtype, length, seed=1), DrawnLengthsSection(mean=mean, sigma=0.6)
+    engine = VllmEngine(model, section, dtype, length, seed=1, draft_model=draft_model)
+    drawn = DrawnLengthsSection(mean=mean, sigma=0.6)
     requests = [
         Request(
             row,

@@ -104,6 +104,7 @@ def _sampler_of_numbers() -> Iterator[None]:
     For vLLM 0.25. Later samplers call it otherwise and keep their own, which gives the same numbers.
     """
     from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler  # of steps with drafts
 
     original = getattr(sampler, "compute_topk_logprobs", None)
     if original is None:
@@ -123,8 +124,10 @@ def _sampler_of_numbers() -> Iterator[None]:
             return original(logits, num_logprobs, sampled_token_ids, cu_num_logits, **more)
         return _StepLogprobsTensor(token_logprobs(logits, sampled_token_ids), cu_num_logits)
 
-    sampler.compute_topk_logprobs = compute_topk_logprobs
+    for module in (sampler, rejection_sampler):
+        module.compute_topk_logprobs = compute_topk_logprobs
     try:
         yield
     finally:
-        sampler.compute_topk_logprobs = original
+        for module in (sampler, rejection_sampler):
+            module.compute_topk_logprobs = original

@@ -26,15 +26,20 @@ def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Tensor, posit
         positions: [positions] int64, of the last token before the drawn one.
     """
     if logits.is_cuda:
-        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-        # Later versions ask whether a draft is drawn, which has other noise.
-        more = {"is_drafting": False} if "is_drafting" in inspect.signature(gumbel_sample).parameters else {}
-        tokens: Tensor = gumbel_sample(logits, rows, temperature, seeds, positions, apply_temperature=False, **more)
-        return tokens
+        return draw_as_newer_runner(logits, temperature, seeds, rows, positions)
     noise = _exponential(seeds[rows], positions, logits.shape[-1])
     scores = torch.where(temperature[rows, None] == 0, logits.double(), logits.double() - noise.log())
     return scores.argmax(-1)
+
+
+def draw_as_newer_runner(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """Return what ``draw`` does, by the kernel of vLLM's newer model runner."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    # Later versions ask whether a draft is drawn, which has other noise.
+    more = {"is_drafting": False} if "is_drafting" in inspect.signature(gumbel_sample).parameters else {}
+    tokens: Tensor = gumbel_sample(logits, rows, temperature, seeds, positions, apply_temperature=False, **more)
+    return tokens
 
 
 def _exponential(seeds: Tensor, positions: Tensor, count: int) -> Tensor:

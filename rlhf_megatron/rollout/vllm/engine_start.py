@@ -21,6 +21,7 @@ from rlhf_megatron.compat.vllm import (
     language_models,
     model_inspection,
     model_runner,
+    newer_speculation,
     shared_weights,
 )
 from rlhf_megatron.compat.vllm.names import check_version
@@ -46,6 +47,7 @@ def starting(on_gpu: bool) -> Iterator[None]:
             stack.enter_context(preserved_threads())
         else:
             model_runner.take_newer_runner()
+            newer_speculation.take_drafts_of_text()
             compile_cache.cache_by_device()
         model_inspection.inspect_models_in_this_process()
         language_models.register_language_models()

@@ -26,7 +26,8 @@ from rlhf_megatron.compat.vllm import (
     sleeping_memory,
     speculation,
 )
-from rlhf_megatron.compat.vllm.speculation import SeededSampler
+from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
+from rlhf_megatron.compat.vllm.verification import Verification
 from rlhf_megatron.compat.vllm.workspace import Workspace
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
@@ -104,7 +105,7 @@ class VllmEngine:
         with self._workspace.in_use(), self._memory.in_use() if self._memory else contextlib.nullcontext():
             yield
 
-    def _speculating(self, section: SpeculativeSection | None) -> tuple[Drafter | None, SeededSampler | None]:
+    def _speculating(self, section: SpeculativeSection | None) -> tuple[Drafter | None, Verification | None]:
         """Return (drafts of requests, what verifies them), where the recipe asks for them."""
         if section is None:
             return None, None
@@ -180,6 +181,7 @@ class VllmEngine:
         self._version = None
         if self._can_sleep and not self._asleep:
             free = torch.cuda.mem_get_info()[0]
+            self._draft_buffers = KeptBuffers(internals.draft_model(self._engine))
             with self._in_use():
                 if self._paused:
                     internals.sleep_with_cache(self._engine)
@@ -203,6 +205,8 @@ class VllmEngine:
                 torch.cuda.empty_cache()
             with self._in_use():
                 self._llm.wake_up(tags=[tag])
+            if tag == "weights":
+                self._draft_buffers.restore()
             self._asleep.remove(tag)
 
     # ---- generating
