@@ -12,7 +12,7 @@ from rlhf_megatron.errors import ModelError
 from rlhf_megatron.models.rope import Llama3Scaling, Rope
 from rlhf_megatron.topology.layout import Layout
 
-Head = Literal["language", "scalar", "prediction"]
+Head = Literal["language", "scalar", "prediction", "draft"]
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
 WIDEST_HEAD = 256  # of fused attention that takes fewer key-value heads than queries, on GPUs
 
@@ -158,7 +158,10 @@ class Architecture:
     """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is that of dense layers.
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
-    With "prediction" this is a layer for multi-token prediction alone, which drafts: see ``prediction_model``.
+    With "prediction" this is a layer for multi-token prediction alone, which drafts: see ``prediction_model``. With
+    "draft" it is a head in EAGLE-3's form (``draft_heads``): ``vocabulary`` is then that of its drafts, and
+    ``target_vocabulary`` that of the model it drafts for; it reads the hidden states before the ``auxiliary_layers`` of
+    that one, where the number of all layers stands for what the last one gives.
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
@@ -217,6 +220,8 @@ class Architecture:
     value_norm: bool = False
     layer_scalars: bool = False
     first_layer: int = 0
+    target_vocabulary: int = 0
+    auxiliary_layers: tuple[int, ...] = ()
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -372,6 +377,7 @@ LATER_FIELDS = (
     "wide_query_key_norm", "scales",
     "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net", "norms_of_turned",
     "head_norms", "plain_mlp", "full_heads", "keys_are_values", "value_norm", "layer_scalars", "first_layer",
+    "target_vocabulary", "auxiliary_layers",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit", "beside_dense")
 
