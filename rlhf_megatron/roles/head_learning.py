@@ -2,9 +2,9 @@
 
 In each micro-batch the head reads hidden states of the actor, before some of its layers, and the embedding of the token
 behind, and predicts the sampled token after that. Its loss is the mean negative logprob of these tokens among those
-that it drafts, at the rollout's temperature; sampled tokens that it cannot draft do not count. This is the first drafted
-token. Those that vLLM drafts behind it, by the head's own output in place of hidden states, are not trained for, as
-EAGLE-3's training-time test does. The actor's embeddings and decoder are not changed by it.
+that it drafts, at the rollout's temperature; sampled tokens that it cannot draft do not count. It learns the first of a
+draft's tokens. Those behind it, which vLLM drafts by the head's own output in place of hidden states, are not trained
+for, as EAGLE-3's training-time test does. The actor's embeddings and decoder are not changed by it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from hugging_face import make_model, random_rows, stored_tensors
 from parallel.head_ranks import learn_heads
 from parallel.parity import CLIP, OPTIMIZER, VOCABULARY
 from parallel.ranks import run_ranks
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.draft_heads import read_head
 from rlhf_megatron.topology.layout import Layout
 from small_heads import HeadReference, make_head
 
@@ -106,6 +108,10 @@ def test_steps_are_those_of_torch(
         assert metrics["draft_grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         assert metrics["draft_skipped"] == 0
     written, expected = stored_tensors(Path(f"{head}, exported")), reference.tensors()
-    assert expected.keys() <= written.keys()
+    assert written.keys() == stored_tensors(head).keys()
+    for tensor in written.keys() - expected.keys():
+        assert torch.equal(written[tensor], stored_tensors(head)[tensor])
     for tensor, value in expected.items():
         torch.testing.assert_close(written[tensor], value, atol=1e-5, rtol=0)
+    target = read_architecture(model)
+    assert read_head(f"{head}, exported", target) == read_head(head, target)
