@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hugging_face import load_model, make_model
+from repeating_head import make_head, write_head
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from rlhf_megatron.rollout.engine_registry import make_engine
@@ -41,14 +42,19 @@ class Served:
         torch.manual_seed(11)
         self.set_num_threads = torch.set_num_threads
         self.before = process_state()
+        drafts_by_head = section.speculative is not None and section.speculative.method == "eagle3"
+        self.head = make_head(folder / "head", self.folders[0]) if drafts_by_head else None
+        model, head = str(self.folders[0]), str(self.head) if self.head else None
         self.engine: RolloutEngine = make_engine(
-            str(self.folders[0]), section, "float32", MAX_PROMPT, seed=5, name=name
+            model, section, "float32", MAX_PROMPT, seed=5, name=name, draft_model=head
         )
         self.after = process_state()
 
     def serve(self, model: int, version: int) -> None:
         """Write a model's weights in place and say so."""
         write_fused(self.models[model].state_dict(), self.engine.parameters())
+        if self.head:
+            write_head(self.head, self.engine.draft_parameters())
         self.engine.weights_updated(version)
 
 

@@ -36,16 +36,22 @@ from transformers_engine import TransformersEngine
 pytestmark = pytest.mark.skipif(has_gpu(), reason="float32 on vLLM's CPU kernels; here vLLM would take the GPU")
 
 
-SPECULATIVE = {"speculative": {"match": 1, "max_running": 4}}
+SPECULATIVE = {"match": 1, "max_running": 4}
+# The names of engines, and what drafts for them.
+KINDS = {
+    "vllm": ("vllm", {}),
+    "speculative": ("vllm", {"speculative": SPECULATIVE}),
+    "head": ("vllm", {"speculative": {**SPECULATIVE, "method": "eagle3"}}),
+    "transformers": ("transformers", {}),
+}
 
 
-@pytest.fixture(scope="module", params=["vllm", "speculative", "transformers"])
+@pytest.fixture(scope="module", params=KINDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     prepare_environment()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(engine_registry.ENGINES, "transformers", TransformersEngine)
-        speculates = request.param == "speculative"
-        name, settings = ("vllm", SPECULATIVE) if speculates else (request.param, {})
+        name, settings = KINDS[request.param]
         serving = Served(tmp_path_factory.mktemp("models"), name, **settings)
         with pytest.raises(RuntimeError, match="call weights_updated first"):
             serving.engine.generate(requests_for(prompts(1)), GREEDY)

@@ -18,6 +18,7 @@ from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Request, Sampling
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from served_model import SAMPLED, VOCABULARY, Served, greedy_tokens, prompts, requests_for, tokens_of
+from statistics_of_draws import chi_square_z
 
 without_gpu = pytest.mark.skipif(has_gpu(), reason="float32 on vLLM's CPU kernels; here vLLM would take the GPU")
 RUNNING = 64
@@ -38,16 +39,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     serving.serve(0, version=1)
     yield serving
     serving.engine.close()
-
-
-def chi_square_z(tokens: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Return the standard deviations by which the chi-square statistic of drawn tokens is above its mean; rare ones as
-    one."""
-    expected, found = len(tokens) * probabilities, torch.bincount(tokens, minlength=len(probabilities)).double()
-    common = expected >= 5
-    bins = [torch.cat((of[common], of[~common].sum()[None])) for of in (expected.double(), found)]
-    freedom = len(bins[0]) - 1
-    return float((((bins[1] - bins[0]) ** 2 / bins[0].clamp(min=1e-9)).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
 def test_draws_of_seeds_and_positions_have_the_distribution() -> None:

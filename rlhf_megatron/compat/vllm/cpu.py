@@ -124,6 +124,8 @@ def keep_latent_weights_unpacked() -> None:
     def check_and_update_config(platform: Any, vllm_config: Any) -> None:
         if getattr(vllm_config.model_config, "use_mla", False):
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+            if vllm_config.speculative_config is not None:  # the layer that drafts does not take the model's
+                vllm_config.speculative_config.attention_backend = AttentionBackendEnum.CPU_MLA
         original(platform, vllm_config)
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

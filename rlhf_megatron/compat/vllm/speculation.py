@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_megatron.compat.patches import replacement
-from rlhf_megatron.compat.vllm import internals
+from rlhf_megatron.compat.vllm import draft_models, internals
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 from rlhf_megatron.compat.vllm.seeded_draw import draw
 from rlhf_megatron.kernels.token_logprob import token_logprobs
@@ -107,7 +107,9 @@ def install(engine: Any, draft: Draft | None, max_running: int, synthetic_length
     """Have a new LLMEngine speculate, by ``draft`` where it was made with ``configuration``; see
     ``CustomDrafter.bind`` and ``SeededSampler``."""
     runner = internals.model_runner(engine)
-    if draft is not None:
+    if draft is None:
+        draft_models.draft_while_few_run(runner, max_running)
+    else:
         runner.drafter.bind(runner, draft, max_running, pads=synthetic_length is not None)
     runner._sample = sampler = SeededSampler(runner, synthetic_length)
     return sampler
