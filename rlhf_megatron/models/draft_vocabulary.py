@@ -20,6 +20,7 @@ from rlhf_megatron.models.hf_files import located_tensors, open_weights
 from rlhf_megatron.untrusted import reason_of
 
 OFFSETS, DRAFTED = "d2t", "t2d"
+OFFSETS_IN_VLLM = "draft_id_to_target_id"  # a parameter that is there where not all tokens are drafted
 _OWN_EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -39,7 +40,7 @@ class DraftVocabulary:
 
     @property
     def offsets(self) -> Tensor:
-        """[drafted] int64: ``d2t``, which is vLLM's parameter ``draft_id_to_target_id`` too, where it has one."""
+        """[drafted] int64: ``d2t``, which vLLM has as ``OFFSETS_IN_VLLM``."""
         return self.target_ids - torch.arange(len(self.target_ids))
 
     def tensors(self) -> dict[str, Tensor]:
