@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ import yaml
 from rlhf_megatron.errors import DataError, UserError
 from rlhf_megatron.hub import local_folder
 from rlhf_megatron.models.gguf import GgufFile
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.plain_yaml import parse_yaml
 from rlhf_megatron.runtime.command import ArgumentParser, command, path_argument
 from rlhf_megatron.untrusted import read_text, reason_of, shown
@@ -288,20 +290,28 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
         raise UserError(f"--role: {checkpoint} has no {role}, only {', '.join(sorted(roles))}")
     companions = Companions(model) if model else companions_of_run(checkpoint)
     state = roles[role]
+    if role == DRAFT:
+        raise UserError(f"--role: {DRAFT} is a layer of the actor's model, and written with it; leave --role out")
     architecture = read_architecture(companions.model).with_head(head_of(state))
+    layer = architecture.prediction_model() if DRAFT in roles and role == "actor" else None
     with contextlib.ExitStack() as stack:
         all_files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
         files = files_of_role(state, all_files)
         adaptation = saved_adaptation(state)
         saved = SavedRole(role, architecture, state, files, adaptation)
         blocks, tensors = saved.whole_blocks(), saved.tensors(getattr(torch, dtype))
+        if layer and not adaptation:
+            of_layer = SavedRole(DRAFT, layer, roles[DRAFT], files_of_role(roles[DRAFT], all_files), None)
+            blocks += of_layer.whole_blocks()
+            tensors = itertools.chain(tensors, of_layer.tensors(getattr(torch, dtype)))
         tracked = track(only_finite(tensors), f"{role} of step {step}", len(blocks), console=Console(stderr=True))
         try:
             if adaptation:
                 write_peft(output, tracked, architecture, adaptation, str(companions.model))
             else:
                 stored = export_form(companions, architecture).stored(tracked)
-                write_checkpoint(output, companions, stored, getattr(torch, dtype), head=architecture.head)
+                kind, predicts = getattr(torch, dtype), layer is not None
+                write_checkpoint(output, companions, stored, kind, head=architecture.head, predicts=predicts)
         except NotFiniteError as error:
             raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error
     parameters = sum(elements(block.region) for block in blocks)

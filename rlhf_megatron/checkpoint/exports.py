@@ -15,7 +15,7 @@ from rlhf_megatron.durable import partial_of, take_name, tidy
 from rlhf_megatron.models.hf_export import companions_of
 from rlhf_megatron.models.lora import Adaptation
 from rlhf_megatron.recipe import Recipe, UserError
-from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.roles.placed import JoinedWeights, PlacedRole
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.run_context import RunContext
 from rlhf_megatron.runtime.watchdog import watchdog
@@ -47,6 +47,7 @@ class Exports:
         What an attempt that was killed has left half-written is cleared up. Raises UserError where that fails.
         """
         self._context, self._recipe, self._actor = context, context.recipe, actor
+        self._layer: PlacedRole | None = None
         recipe = context.recipe
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
         self._writer = min(actor.ranks)  # of what is not weights
@@ -56,6 +57,10 @@ class Exports:
                 tidy(folder)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
+
+    def add_layer(self, layer: PlacedRole) -> None:
+        """Have exports of the actor hold its layer for multi-token prediction."""
+        self._layer = layer
 
     def write_between(self, step: int) -> None:
         """Write the actor after a step that others follow; where that fails there is a warning, and the run goes on.
@@ -95,8 +100,18 @@ class Exports:
 
     def _write_weights(self, folder: Path) -> None:
         actor, dtype = self._actor, getattr(torch, self._recipe.model.dtype)
-        sources, parameters = actor.weights.shard_spec(), actor.weights.parameters()
-        export_weights(folder, self._companions, actor.architecture, sources, parameters, dtype, self._context.device)
+        layer = self._layer
+        weights = JoinedWeights([actor.weights, layer.weights]) if layer else actor.weights
+        export_weights(
+            folder,
+            self._companions,
+            actor.architecture,
+            weights.shard_spec(),
+            weights.parameters(),
+            dtype,
+            self._context.device,
+            layer=layer.architecture if layer else None,
+        )
 
     def _write_adapters(self, folder: Path, adaptation: Adaptation) -> None:
         actor, base = self._actor, self._recipe.model.path

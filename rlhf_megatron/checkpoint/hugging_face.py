@@ -88,8 +88,11 @@ def export_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     shard_bytes: int = SHARD_BYTES,
+    layer: Architecture | None = None,
 ) -> None:
     """Write the model that ``sources`` hold, as ``write_checkpoint`` would; collective over the world.
+
+    With ``layer`` they also hold that layer for multi-token prediction, which the model then has behind its others.
 
     The ranks that hold some of it write its files, one after the other each; the first of them adds index and config.
     A writer has one file in host memory, and ``PORTION_BYTES`` (or one tensor) beside the buffers of regathering on
@@ -99,14 +102,15 @@ def export_weights(
     then there is no new folder, and an older one stays.
     """
     form, copied = by_rank(min(sources.shard_of), lambda: _read_source(companions, architecture))
-    tensors: list[FileTensor] = [*stored_in_order(architecture, dtype, form), *copied]
+    written = [architecture, *([layer] if layer else [])]
+    tensors: list[FileTensor] = [*(each for model in written for each in stored_in_order(model, dtype, form)), *copied]
     shards = list(in_runs(tensors, lambda tensor: tensor.nbytes, shard_bytes))
     files = dict(zip(shard_names(len(shards)), shards, strict=True))
 
     def describe(partial: Path) -> None:
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
         names = [[tensor.name for tensor in shard] for shard in shards]
-        write_descriptions(partial, names, total, companions, dtype, architecture.head)
+        write_descriptions(partial, names, total, companions, dtype, architecture.head, predicts=layer is not None)
 
     with _published_by(min(sources.shard_of), folder, describe) as partial:
         exchange = _Exchange(sources, parameters, form, torch.device(device))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_megatron.generation.draft_sync import DraftSync
 from rlhf_megatron.generation.replica import Replica
 from rlhf_megatron.models.architecture import Architecture, check_generates, wrapped_language
 from rlhf_megatron.models.weight_map import tensor_shapes
@@ -39,9 +40,14 @@ class WeightSync:
     """
 
     def __init__(
-        self, context: RunContext[RLRecipe], replica: Replica, actor: PlacedRole, architecture: Architecture
+        self,
+        context: RunContext[RLRecipe],
+        replica: Replica,
+        actor: PlacedRole,
+        architecture: Architecture,
+        draft: PlacedRole | None = None,
     ) -> None:
-        """Build the engine on the ranks of ``replica``; collective over the world."""
+        """Build the engine on the ranks of ``replica``, where ``draft`` drafts; collective over the world."""
         recipe = context.recipe
         self._context, self._actor, self.version = context, actor, 0
         layout = recipe.rollout.layout
@@ -56,6 +62,7 @@ class WeightSync:
                 recipe.rollout.dtype or recipe.model.dtype,
                 recipe.run_root,
             )
+            self._drafts = DraftSync(context, replica, actor, draft) if draft else None
         wanted = rollout_shards(architecture, layout.tensor, replica.ranks, layout.expert_parallel, learned)
         plan = plan_regather(actor.weights.shard_spec(), wanted, context.rank, hosts_of_ranks())
         why_copied = recipe.why_weights_are_copied
@@ -71,6 +78,8 @@ class WeightSync:
             context.say(f"rollout weights: {sharing or describe_sharing(plan, parameters, self.engine.parameters())}")
         self._sleeps = give_way(recipe, replica.ranks, context.world_size)
         self.regather = self._make_regather(plan, architecture)
+        if self._drafts:
+            self._drafts.prepare(self.engine)
 
     def _make_regather(self, plan: RankPlan, architecture: Architecture) -> RegatherByType:
         """Return the transfer of ``plan``, by the way that the machine and the recipe allow; collective over the
@@ -110,6 +119,8 @@ class WeightSync:
         sources, destinations = self._actor.weights.parameters(), self.engine.parameters() if self.engine else {}
         with context.span("transfer"):
             self.regather.run(sources, destinations)
+            if self._drafts:
+                self._drafts.run(self.engine)
         self.version += 1
         interval = context.recipe.regather.verify
         if interval and self.version % interval == 0:

@@ -28,6 +28,8 @@ from rlhf_megatron.loops.team_sync import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
 from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.recipe import RLRecipe, judge_ranks
+from rlhf_megatron.recipe.drafting import DRAFT
+from rlhf_megatron.roles.beside import Beside
 from rlhf_megatron.roles.learning import (
     Learners,
     Lesson,
@@ -40,6 +42,7 @@ from rlhf_megatron.roles.learning import (
     with_outputs,
 )
 from rlhf_megatron.roles.placed import PlacedRole
+from rlhf_megatron.roles.prediction_learning import PredictionLearning
 from rlhf_megatron.roles.reward_model import RewardModel
 from rlhf_megatron.runtime.run_context import RunContext
 
@@ -47,15 +50,16 @@ from rlhf_megatron.runtime.run_context import RunContext
 def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> LoopResult:
     """Train the actor by the recipe's algorithm. The rollout's ``worker`` is made here unless it is given."""
     context, recipe, recorder = run.context, run.recipe, run.recorder
-    roles = Learners(run.actor, make_reference(run), make_critic(run))
-    worker = worker or make_rollout_worker(run)
+    draft = make_draft(run)
+    roles = Learners(run.actor, make_reference(run), make_critic(run), learner_beside(run.actor, draft))
+    worker = worker or make_rollout_worker(run, draft)
     weight_sync = worker.weight_sync
     batches = BatchSource(context, Collector(context, worker, run.data.train, run.architecture.vocabulary), weight_sync)
     history, kl_controller = History(), KLController(recipe.algorithm)
     run.at_end.callback(worker.close)
     generator_parts: dict[str, Part] = {"data": run.data.train, "rollouts": worker}
     checkpoints = run.start_or_resume(
-        {"actor": roles.actor} | ({"critic": roles.critic} if roles.critic else {}),
+        {"actor": roles.actor} | {role.name: role for role in (roles.critic, draft) if role and role.learns},
         {name: TeamOwnedState(part, context.generators) for name, part in generator_parts.items()}
         | {"history": history, "kl": TeamOwnedState(kl_controller, context.learners)},
         {"collector": TeamSpreadState(batches, context.generators)},
@@ -124,7 +128,7 @@ def learn(
     outputs = [lesson.batch]
     if recipe.critic is None or step > recipe.critic.warmup_steps:
         with context.phase("update"):
-            update_metrics, learned_from = update_actor(context, actor, lesson, kl_controller)
+            update_metrics, learned_from = update_actor(context, actor, lesson, kl_controller, roles.beside)
         metrics |= update_metrics
         outputs.append(learned_from)
     metrics = actor.broadcast_in_team(metrics)
@@ -149,8 +153,26 @@ def make_critic(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
     return run.roles.build("critic", section, section.optimizer, updates, "scalar") if section else None
 
 
-def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
-    """Build this rank's part of the rollout, from rewards to engine; collective over the world."""
+def make_draft(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
+    """Build the model that drafts for the rollout, if the recipe has one."""
+    section, updates = run.recipe.roles.get(DRAFT), run.recipe.learning_steps * run.recipe.batch.updates_per_step
+    if section is None:
+        return None
+    draft = run.roles.build(DRAFT, section, section.learns_by, updates, "prediction")
+    run.exports.add_layer(draft)
+    return draft
+
+
+def learner_beside(actor: PlacedRole, draft: PlacedRole | None) -> Beside | None:
+    """Return what has the draft learn in the actor's passes, on the actor's ranks; None where nothing does."""
+    if draft is None or not draft.learns or actor.local is None:
+        return None
+    return PredictionLearning(actor.local, draft.local)
+
+
+def make_rollout_worker(run: TrainingRun[RLRecipe], draft: PlacedRole | None = None) -> RolloutWorker:
+    """Build this rank's part of the rollout, from rewards to engine, for which ``draft`` drafts; collective over the
+    world."""
     context, recipe = run.context, run.recipe
     replica = replica_of(recipe, context.rank, context.world_size)
     scorer = make_scorer(recipe, replica, run.data)
@@ -174,7 +196,7 @@ def make_rollout_worker(run: TrainingRun[RLRecipe]) -> RolloutWorker:
                 sleeps=recipe.judge.sleep,  # once it has scored: the policy's engine first finds what it leaves
             )
         run.at_end.callback(judge.close)
-    weight_sync = WeightSync(context, replica, run.actor, run.architecture)
+    weight_sync = WeightSync(context, replica, run.actor, run.architecture, draft)
     choices = choice_shape(run.architecture) if recipe.algorithm.replays_experts else None
     return RolloutWorker(context, replica, run.tokenizer, weight_sync, scorer, partner, scoring_models, choices)
 

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.tokenizer_loading import load_tokenizer
-from rlhf_megatron.models.architecture import Architecture, Head, read_architecture
+from rlhf_megatron.models.architecture import Architecture, Head, prediction_layer, read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.lora import Adaptation
 from rlhf_megatron.models.peft_files import PeftAdapter
@@ -50,7 +50,8 @@ class RoleBuilder:
         context, recipe = self._context, self._context.recipe
         path = section.weights_folder or recipe.model.path
         architecture = self._architecture if path == recipe.model.path else read_architecture(path)
-        architecture = architecture.with_head(head).for_rows(longest_row(recipe, architecture.max_positions))
+        of_head = prediction_layer(architecture, path) if head == "prediction" else architecture.with_head(head)
+        architecture = of_head.for_rows(longest_row(recipe, architecture.max_positions))
         ranks = role_ranks(recipe, name, context.world_size)
         lora = section.adapters
         with context.phase(name), contextlib.ExitStack() as opened:

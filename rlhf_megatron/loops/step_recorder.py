@@ -21,6 +21,7 @@ from rlhf_megatron.models.flops import training_flops
 from rlhf_megatron.monitor.run_report import Report
 from rlhf_megatron.monitor.timeline import Clock
 from rlhf_megatron.recipe import Recipe
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.runtime import faults
 from rlhf_megatron.runtime.gpu_use import GpuUses
@@ -173,7 +174,7 @@ class StepRecorder:
             **{
                 f"{'train' if role is self._roles[0] else role.name}/{name}": milliseconds
                 for role in self._roles
-                if role.learns
+                if role.learns and role.name != DRAFT  # whose passes are in the actor's
                 for name, milliseconds in role.take_times_ms().items()
             },
         }

@@ -164,7 +164,7 @@ def set_up(
     source = checkpoint.parent.parent if checkpoint else None
     report = Report(context.folder, recipe, first_step, source) if context.rank == 0 else None
     context.console = report.console if report else None
-    for line in (*notes, *architecture.notes, *data.notes, *_length_notes(recipe, data)):
+    for line in (*notes, *architecture.notes(recipe.predicts), *data.notes, *_length_notes(recipe, data)):
         context.say(line)
     if gpus.problem:
         context.say(f"warning: the use of GPUs is not logged: {gpus.problem}")

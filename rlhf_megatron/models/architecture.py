@@ -37,6 +37,7 @@ __all__ = [
     "classifier_config",
     "config_notes",
     "parse_architecture",
+    "prediction_layer",
     "read_architecture",
     "read_config",
 ]
@@ -88,6 +89,25 @@ def check_generates(architecture: Architecture, folder: str | Path) -> None:
     problem = FAMILIES[architecture.family].rollout_problem(architecture)
     if problem:
         raise ModelError(f"{shown(Path(folder) / 'config.json')}: {problem}")
+
+
+def prediction_layer(architecture: Architecture, folder: str | Path) -> Architecture:
+    """Return the layer for multi-token prediction of a model as one of its own (``Architecture.prediction_model``).
+
+    Raises ModelError where the model in ``folder`` has none, or one that is not supported.
+    """
+    path, layers = shown(Path(folder) / "config.json"), architecture.prediction_layers
+    if not layers:
+        raise ModelError(
+            f"{path}: rollout.speculative.method=mtp: the model has no layer for multi-token prediction "
+            "(num_nextn_predict_layers); use suffix or eagle3"
+        )
+    if layers > 1 or not FAMILIES[architecture.family].predicts:
+        raise ModelError(
+            f"{path}: rollout.speculative.method=mtp: {layers} layers for multi-token prediction in "
+            f"{architecture.family} are not supported; use suffix or eagle3"
+        )
+    return architecture.prediction_model()
 
 
 def _kinds_like(kind: object) -> str:

@@ -123,7 +123,7 @@ _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number wi
 _TYPE_NAMES |= {list: "a list", dict: "an object"}
 
 
-# Two names of the number of layers for multi-token prediction, which are neither trained nor exported.
+# Two names of the number of layers for multi-token prediction, which are exported where one drafts for the rollout.
 LAYERS_LEFT_OUT = ("num_nextn_predict_layers", "num_mtp_layers")
 
 

@@ -261,10 +261,10 @@ class Architecture:
         """True if tensor ranks always share out the tokens between their parts (sequence parallelism)."""
         return bool(self.experts or self.latent or self.delta_net)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Lines about what is left out of the model, for the person who starts a run."""
-        if not self.prediction_layers:
+    def notes(self, predicts: bool) -> tuple[str, ...]:
+        """Return lines about what is left out of the model, for the person who starts a run; ``predicts``: not the
+        layer for multi-token prediction, which drafts."""
+        if predicts or not self.prediction_layers:
             return ()
         field = f"num_nextn_predict_layers={self.prediction_layers}"
         return (f"layers for multi-token prediction ({field}) are left out of training, rollout and export",)

@@ -88,20 +88,21 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     *,
     head: Head = "language",
+    predicts: bool = False,
 ) -> None:
     """Write ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
-    The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification. A
-    wrapper's other towers, and which tokens a head drafts, are copied behind ``tensors``. The folder appears whole and
-    on disk: it is written under another name and renamed, and an older one is then replaced. Raises OSError where the
-    disk fails.
+    The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification;
+    ``predicts`` as in ``write_descriptions``. A wrapper's other towers, and which tokens a head drafts, are copied
+    behind ``tensors``. The folder appears whole and on disk: it is written under another name and renamed, and an older
+    one is then replaced. Raises OSError where the disk fails.
     """
     with whole_folder(folder) as partial:
         copies = ((each.name, each.load()) for each in copied_tensors(companions.model, head))
         shards, total = _write_shards(partial, itertools.chain(tensors, copies), shard_bytes)
         for number, name in enumerate(shard_names(len(shards))):
             (partial / f"shard-{number}").rename(partial / name)
-        write_descriptions(partial, shards, total, companions, dtype, head)
+        write_descriptions(partial, shards, total, companions, dtype, head, predicts)
 
 
 def in_runs(items: Iterable[_Item], bytes_of: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
@@ -127,11 +128,18 @@ def shard_names(count: int) -> list[str]:
 
 
 def write_descriptions(
-    folder: Path, shards: Sequence[Sequence[str]], total: int, companions: Companions, dtype: torch.dtype, head: Head
+    folder: Path,
+    shards: Sequence[Sequence[str]],
+    total: int,
+    companions: Companions,
+    dtype: torch.dtype,
+    head: Head,
+    predicts: bool = False,
 ) -> None:
     """Write what stands beside the shards: an index where there are several, the config, the companions.
 
-    ``shards`` has the tensors of each, ``total`` is the bytes of all. Raises OSError where the disk fails.
+    ``shards`` has the tensors of each, ``total`` is the bytes of all; ``predicts``: those of the layers for multi-token
+    prediction are among them. Raises OSError where the disk fails.
     """
     if len(shards) != 1:
         names = shard_names(len(shards))
@@ -139,7 +147,7 @@ def write_descriptions(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
     companions.copy_to(folder)
-    config = _exported_config(companions.model, dtype, head)
+    config = _exported_config(companions.model, dtype, head, predicts)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -220,14 +228,15 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
     return shards, total
 
 
-def _exported_config(model: Path, dtype: torch.dtype, head: Head) -> dict[str, Any]:
+def _exported_config(model: Path, dtype: torch.dtype, head: Head, predicts: bool) -> dict[str, Any]:
     config, kind = read_config(model), str(dtype).removeprefix("torch.")
     if _is_whole_wrapper(model, head):
         return exported_config(model / "config.json", config, kind)
     config = language_config(model / "config.json", config) | {"dtype": kind}
     config.pop("torch_dtype", None)  # its name before transformers 5
     config.pop("quantization_config", None)
-    config |= {field: 0 for field in LAYERS_LEFT_OUT if field in config}
+    if not predicts:
+        config |= {field: 0 for field in LAYERS_LEFT_OUT if field in config}
     return classifier_config(config) if head == "scalar" else config
 
 

@@ -20,6 +20,7 @@ from rlhf_megatron.planning.parameters import stage_layer_indices
 from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, recomputed_layers
 from rlhf_megatron.recipe import RLRecipe, RoleSection, rollout_ranks
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.topology.layout import Layout
 
 _STATISTICS = 16  # bytes of a sampled token: the head's largest logit, and three sums over the vocabulary's parts
@@ -106,7 +107,7 @@ def rollout_activations(recipe: RLRecipe, model: Architecture, world: int) -> Ed
 
 
 def _passes(recipe: RLRecipe, name: str) -> Iterator[_Passes]:
-    asked = {"actor": recipe.old_logprobs == "recompute" or recipe.reference_is_base}.get(name, True)
+    asked = {"actor": recipe.old_logprobs == "recompute" or recipe.reference_is_base, DRAFT: False}.get(name, True)
     if asked:
         twice = name == "actor" and recipe.old_logprobs == "recompute" and recipe.reference_is_base
         yield _Passes("score" if name == "reward_model" else "logprobs", 1 + twice)
@@ -125,7 +126,7 @@ def _tensor_sums(edges: Edges, role: _Role, passes: _Passes) -> None:
             again += sum(not _has_experts(model, layer) for layer in layers)
         vectors = tokens * (passes.forward * (sums + (stage == 0)) + passes.backward * (sums + again))
         size = vectors * role.vector
-        if stage == layout.pipeline - 1 and model.head == "language":
+        if stage == layout.pipeline - 1 and model.head != "scalar":
             size += outputs * (passes.forward * _STATISTICS + passes.backward * role.vector)
         sizes.append(size)
     for group in layout.groups_along("tensor"):

@@ -14,12 +14,14 @@ from rlhf_megatron.planning.parameters import active_parameters, adapter_paramet
 from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import GB, StageMemory, all_logits, keeps_logits, micro_batch_tokens
 from rlhf_megatron.planning.token_budgets import planned_budgets
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.load import resolved_yaml
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.role_sections import RoleSection
-from rlhf_megatron.recipe.rollout import RolloutSection, SpeculativeSection
+from rlhf_megatron.recipe.rollout import RolloutSection
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 from rlhf_megatron.recipe.world_checks import check_world, judge_ranks, layout_of, role_ranks, rollout_ranks
 from rlhf_megatron.redaction import redact
 from rlhf_megatron.rollout.drafts import MOST_HISTORY_TOKENS
@@ -57,7 +59,7 @@ def dry_run(
     memory_lines = list(_memory_lines(recipe, memory, architectures["actor"]))
     sections = [
         ("Recipe", text.rstrip().splitlines()),
-        ("Model", [_model_line(recipe, model), *model.notes, *notes, *_adapter_lines(recipe, model)]),
+        ("Model", [_model_line(recipe, model), *model.notes(recipe.predicts), *notes, *_adapter_lines(recipe, model)]),
         ("Layouts", list(_layout_lines(recipe, architectures, world_size))),
         ("One step", list(_batch_lines(recipe, world_size, memory))),
         ("Regathering", regathering),
@@ -131,8 +133,12 @@ def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architec
     shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
     cut = section.sequence_parallel or model.cuts_sequences
     extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
-    where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
-    yield f"{name}: {shown} on ranks {where}{extras}"
+    where = f"ranks {_span(0, world)}" if section.ranks == "all" else f"ranks {section.ranks} (counted from 0 below)"
+    if name == DRAFT:
+        where = "the actor's last stage"
+    yield f"{name}: {shown} on {where}{extras}"
+    if name == DRAFT:  # whose groups are the actor's
+        return
     # Ranks are numbered tensor first, then context, data, pipeline, which is the order of topology.Layout.
     if layout.tensor > 1:
         yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"
@@ -272,7 +278,7 @@ def _speculative_line(rollout: RolloutSection, section: SpeculativeSection, voca
     logits = 4 * sequences * (section.num_speculative_tokens + 1) * vocabulary / GB
     drafts = f"drafts of {_count(section.num_speculative_tokens, 'token')} ({section.method})"
     line = f"rollout: {drafts} while at most {_count(sequences, 'sequence')} run per replica: logits {logits:.1f}"
-    if section.method == "ngram":
+    if section.method != "suffix":
         return line
     return f"{line}, text of earlier epochs at most {4 * MOST_HISTORY_TOKENS / GB:.2g} in host memory per rank"
 

@@ -22,6 +22,7 @@ from rlhf_megatron.planning.row_lengths import lengths
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory
 from rlhf_megatron.planning.step_terms import NUMBER_BYTES, TOKEN_BYTES
 from rlhf_megatron.recipe import RLRecipe, RoleSection, role_ranks, rollout_ranks
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.world_checks import layout_of
 from rlhf_megatron.regather.traffic import Traffic
 from rlhf_megatron.topology.layout import Layout
@@ -132,8 +133,8 @@ def _values_elsewhere(recipe: RLRecipe, world: int, tokens: float) -> Edges:
 
 
 def _computing(recipe: RLRecipe) -> list[str]:
-    """Return roles that rows are brought to."""
-    return [name for name in recipe.roles_made if name != "reward_model"]
+    """Return roles that rows are brought to; what drafts learns of the actor's."""
+    return [name for name in recipe.roles_made if name not in ("reward_model", DRAFT)]
 
 
 def _place(recipe: RLRecipe, name: str, world: int) -> tuple[object, ...]:

@@ -28,6 +28,7 @@ from rlhf_megatron.planning.rollout_parameters import (
     shareable_parameters,
 )
 from rlhf_megatron.planning.stage_memory import ELEMENT_BYTES, GB, StageMemory, moments_bytes, role_memory
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
@@ -80,7 +81,7 @@ def estimate(recipe: Recipe, architectures: Mapping[str, Architecture], world_si
     }
     rollout = judge = None
     if isinstance(recipe, RLRecipe):
-        rollout = _rollout_memory(recipe, architectures["actor"], world_size)
+        rollout = _rollout_memory(recipe, architectures["actor"], world_size, architectures.get(DRAFT))
         judge = _judge_memory(recipe, recipe.judge, architectures.get("judge"), world_size) if recipe.judge else None
     phases = [
         _phases(
@@ -150,12 +151,16 @@ def kv_element_bytes(recipe: RLRecipe) -> int:
     return 1 if recipe.rollout.kv_cache_dtype else ELEMENT_BYTES[recipe.rollout.dtype or recipe.model.dtype]
 
 
-def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: int) -> RolloutMemory:
+def _rollout_memory(
+    recipe: RLRecipe, architecture: Architecture, world_size: int, draft: Architecture | None = None
+) -> RolloutMemory:
     section = recipe.rollout
     tensor, size = section.layout.tensor, ELEMENT_BYTES[section.dtype or recipe.model.dtype]
     replica = _replica(recipe, architecture)
     held = rollout_parameters(architecture, tensor, section.layout.expert_parallel, replica)
     weights = size * held.total / GB
+    if draft:
+        weights += size * model_parameters(draft) / tensor / GB
     shared = size * _shared_parameters(recipe, architecture, replica, world_size) / GB
     if section.quantization:
         weights += quantized_bytes(architecture, tensor, section.layout.expert_parallel, replica) / GB
@@ -167,9 +172,11 @@ def _rollout_memory(recipe: RLRecipe, architecture: Architecture, world_size: in
         share = section.gpu_memory_utilization * recipe.cluster.gpu_memory_gb
         cache = max(0.0, share - beside_cache)
     cached = kv_element_bytes(recipe)
-    tokens = int(cache * GB // kv_cache_bytes_per_token(architecture, tensor, cached))
+    models = [architecture, *([draft] if draft else [])]
+    of_token = sum(kv_cache_bytes_per_token(model, tensor, cached) for model in models)
+    of_row = sum(kv_cache_bytes(model, tensor, cached, recipe.longest_sequence) for model in models)
+    tokens, sequences = int(cache * GB // of_token), int(cache * GB // of_row)
     replicas = len(rollout_ranks(recipe, world_size)) // tensor
-    sequences = int(cache * GB // kv_cache_bytes(architecture, tensor, cached, recipe.longest_sequence))
     choices = tokens * _choice_bytes(recipe, architecture) / GB
     return RolloutMemory(replicas, weights, shared, cache, share, tokens, sequences, choices, replica is not None)
 

@@ -6,8 +6,16 @@ import os
 from pathlib import Path
 
 from rlhf_megatron.errors import RecipeError
-from rlhf_megatron.models.architecture import Architecture, Head, check_generates, read_architecture, read_config
+from rlhf_megatron.models.architecture import (
+    Architecture,
+    Head,
+    check_generates,
+    prediction_layer,
+    read_architecture,
+    read_config,
+)
 from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.rl_recipe import RLRecipe
 from rlhf_megatron.recipe.role_sections import RoleSection
@@ -80,6 +88,8 @@ def planned_architectures(recipe: Recipe) -> dict[str, Architecture]:
 
 def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: Architecture) -> Architecture:
     own = role_folder(recipe, section)
+    if name == DRAFT:
+        return prediction_layer(model, planning_folder(recipe))
     scalar = name in ("critic", "reward_model") or isinstance(recipe, RewardModelingRecipe)
     head: Head = "scalar" if scalar else "language"
     return (model if own is None else read_architecture(own)).with_head(head)

@@ -33,6 +33,7 @@ from rlhf_megatron.planning.row_lengths import (
 )
 from rlhf_megatron.planning.stage_memory import GB, keeps_logits, recomputed_layers
 from rlhf_megatron.recipe import LayoutSection, OptimizerSection, Recipe, RLRecipe, RoleSection, role_ranks
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.operations import ClusterSection
 from rlhf_megatron.recipe.world_checks import layout_of, roles_together
 from rlhf_megatron.topology.layout import Layout
@@ -103,7 +104,7 @@ def expected_time(recipe: RLRecipe, architectures: Mapping[str, Architecture], w
         spared = again if recipe.shares_prompts(section) else NO_ROWS
         speed = len(ranks) * peak * _share_of_peak(model, layout_of(recipe, section), recipe.cluster)
         speed *= FP8_SPEED if section.fp8_recipe else 1.0
-        if name != "actor" or recipe.old_logprobs == "recompute":
+        if recipe.old_logprobs == "recompute" if name == "actor" else name != DRAFT:
             phase = "score" if name == "reward_model" else "logprobs"
             passes[phase][name] = forward_flops(model, whole, responses.tokens, spared=spared) / speed
         if section.learns_by:

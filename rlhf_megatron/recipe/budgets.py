@@ -13,7 +13,8 @@ AnyOfRecipes = TypeVar("AnyOfRecipes", bound=Recipe)
 
 def open_budgets(recipe: Recipe) -> list[str]:
     """Return the keys (section.name) of micro-batches that the recipe leaves to the plan: ``tokens_per_gpu: auto``."""
-    return [f"{name}.tokens_per_gpu" for name, section in recipe.roles.items() if section.tokens_per_gpu == "auto"]
+    own = {name: section for name, section in recipe.roles.items() if name in type(recipe).model_fields}
+    return [f"{name}.tokens_per_gpu" for name, section in own.items() if section.tokens_per_gpu == "auto"]
 
 
 def with_budgets(recipe: AnyOfRecipes, budgets: Mapping[str, float]) -> AnyOfRecipes:

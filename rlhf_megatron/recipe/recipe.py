@@ -240,6 +240,11 @@ class Recipe(Section):
         return False
 
     @property
+    def predicts(self) -> bool:
+        """True if the model's layer for multi-token prediction drafts for the rollout."""
+        return False
+
+    @property
     def reference_is_base(self) -> bool:
         """True if kl_coef compares with the actor without its adapters, for which there is no role."""
         return False

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from rlhf_megatron.recipe.algorithm import COMPARING_ADVANTAGES, SELECTING_LOSSES, AlgorithmSection
 from rlhf_megatron.recipe.batch import GroupedBatchSection
+from rlhf_megatron.recipe.drafting import DRAFT, draft_section
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.operations import RegatherSection
 from rlhf_megatron.recipe.role_sections import CriticSection, FrozenRoleSection, RewardModelSection, RoleSection
@@ -56,6 +57,7 @@ class RLRecipe(RolloutRecipe):
             self._check_filter_groups,
             self._check_prefill,
             self._check_overlong,
+            self._check_draft,
         ]
 
     def _checks_of_length(self) -> list[Callable[[], None]]:
@@ -87,7 +89,11 @@ class RLRecipe(RolloutRecipe):
     @property
     def roles(self) -> Mapping[str, RoleSection]:
         """See Recipe."""
+        named: dict[str, RoleSection | None]
         named = {"reference": self.reference, "critic": self.critic, "reward_model": self.reward_model}
+        if self.rollout.draft_method:
+            assert self.rollout.speculative is not None
+            named[DRAFT] = draft_section(self.actor, self.rollout.speculative)
         return {"actor": self.actor} | {name: section for name, section in named.items() if section is not None}
 
     @property
@@ -95,6 +101,11 @@ class RLRecipe(RolloutRecipe):
         """See Recipe. Without a KL term nothing reads the reference."""
         compares = self.algorithm.kl_coef != 0.0
         return {name: section for name, section in self.roles.items() if name != "reference" or compares}
+
+    @property
+    def predicts(self) -> bool:
+        """See Recipe."""
+        return self.rollout.draft_method == "mtp"
 
     @property
     def reference_is_base(self) -> bool:
@@ -316,6 +327,22 @@ class RLRecipe(RolloutRecipe):
             raise ValueError(
                 f"algorithm.{key}: a trajectory of rollout.{name} may have several rows, and one advantage; {way_out}, "
                 "or choose another"
+            )
+
+    def _check_draft(self) -> None:
+        """Refuse a model that drafts where it could not learn beside the actor."""
+        speculative = self.rollout.speculative
+        if speculative is None or not speculative.learns:
+            return
+        if self.actor.shared_prompts:
+            raise ValueError(
+                "rollout.speculative.optimizer: the token behind a prompt that rows share differs from row to row "
+                "(actor.shared_prompts); leave one out"
+            )
+        if self.model.dtype == "float16":
+            raise ValueError(
+                "rollout.speculative.optimizer: a model that drafts has no loss scale of its own, which model.dtype="
+                "float16 asks for; use bfloat16, or leave it out"
             )
 
     def _check_prefill(self) -> None:

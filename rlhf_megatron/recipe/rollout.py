@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from rlhf_megatron.recipe.placement import Ranks
 from rlhf_megatron.recipe.section import LARGEST_INTEGER, LARGEST_MEMORY_GB, LONGEST_SECONDS, MOST_WORKERS, Section
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 
 # vLLM would sample at this one instead of a lower one, and the trainer not.
 LOWEST_TEMPERATURE = 0.01
@@ -171,38 +172,6 @@ class AgentSection(Section):
     """Log answers, so that a killed run gives them again. Default: with checkpoints and scheduling queue."""
 
 
-class SpeculativeSection(Section):
-    """Speculative decoding: drafts are text that was sampled before, or a small model's. What is sampled stays the
-    same."""
-
-    method: Literal["ngram", "suffix", "eagle3", "mtp"] = "suffix"
-    """ngram: drafts from a response and its prompt; suffix: also from its group, now and an epoch ago; eagle3, mtp: by
-    a head, or the checkpoint's layer."""
-    num_speculative_tokens: int = Field(default=3, gt=0, le=64)
-    """Longest draft."""
-    match: int = Field(default=3, gt=0, le=64)
-    """Draft what followed the last so many tokens (ngram, suffix)."""
-    max_running: int = Field(default=32, gt=0, le=2**16)
-    """Draft while a replica runs at most so many sequences."""
-    synthetic_acceptance_length: float | None = Field(default=None, ge=1)
-    """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
-
-    @property
-    def has_draft_model(self) -> bool:
-        """Whether a model drafts, whose weights are written as the policy's are."""
-        return self.method in ("eagle3", "mtp")
-
-    @model_validator(mode="after")
-    def _synthetic_length_is_reached(self) -> SpeculativeSection:
-        asked, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
-        if asked is not None and asked > most:
-            raise ValueError(
-                f"synthetic_acceptance_length={asked:g}: a step gives at most num_speculative_tokens + 1 = {most} "
-                "tokens; lower it"
-            )
-        return self
-
-
 class PromptLengthSection(Section):
     """Sampling of prompts up to a length, beyond that of the entry before; what is not given is rollout's own."""
 
@@ -287,6 +256,11 @@ class RolloutSection(Section):
     steps_ahead)."""
     max_staleness: int = Field(default=1, ge=1, le=8)
     """partial resume: most updates between a group's first token and its update."""
+
+    @property
+    def draft_method(self) -> str | None:
+        """The kind of model that drafts; None: there is none."""
+        return self.speculative.method if self.speculative and self.speculative.has_draft_model else None
 
     @property
     def updates_in_flight(self) -> int:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from rlhf_megatron.errors import RecipeError
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.judge import JudgeSection
 from rlhf_megatron.recipe.placement import ranks_of
 from rlhf_megatron.recipe.recipe import Recipe
@@ -21,7 +22,13 @@ def layout_of(recipe: Recipe, section: RoleSection) -> LayoutSection:
 
 def role_ranks(recipe: Recipe, name: str, world_size: int) -> list[int]:
     """Return the rising global ranks of a role; raises RecipeError where the recipe names others than there are."""
-    return ranks_of(f"{name}.ranks", recipe.roles[name].ranks, world_size, recipe.cluster.gpus_per_node)
+    ranks = ranks_of(f"{name}.ranks", recipe.roles[name].ranks, world_size, recipe.cluster.gpus_per_node)
+    return _last_stage(ranks, recipe.actor.layout.pipeline) if name == DRAFT else ranks
+
+
+def _last_stage(ranks: list[int], stages: int) -> list[int]:
+    """Return the ranks of the actor's last pipeline stage, of all."""
+    return ranks[-(len(ranks) // stages) :]
 
 
 def rollout_ranks(recipe: RolloutRecipe, world_size: int) -> list[int]:
@@ -51,14 +58,18 @@ def roles_together(recipe: Recipe, world_size: int) -> frozenset[frozenset[str]]
         texts["rollout"] = recipe.rollout.ranks
         if recipe.judge:
             texts["judge"] = _ranks_of_judge(recipe, recipe.judge)
-    return _roles_together(tuple(texts.items()), world_size, recipe.cluster.gpus_per_node)
+    stages = recipe.actor.layout.pipeline if DRAFT in texts else 1
+    return _roles_together(tuple(texts.items()), world_size, recipe.cluster.gpus_per_node, stages)
 
 
 @functools.lru_cache(maxsize=16)  # all layouts of a search are placed alike
-def _roles_together(texts: tuple[tuple[str, str], ...], world_size: int, gpus: int) -> frozenset[frozenset[str]]:
+def _roles_together(
+    texts: tuple[tuple[str, str], ...], world_size: int, gpus: int, stages: int
+) -> frozenset[frozenset[str]]:
     of_rank: dict[int, list[str]] = {}
     for name, text in texts:
-        for rank in ranks_of(f"{name}.ranks", text, world_size, gpus):
+        ranks = ranks_of(f"{name}.ranks", text, world_size, gpus)
+        for rank in _last_stage(ranks, stages) if name == DRAFT else ranks:
             of_rank.setdefault(rank, []).append(name)
     return frozenset(map(frozenset, of_rank.values()))
 
@@ -78,7 +89,7 @@ def world_checks(recipe: Recipe, world_size: int) -> list[Callable[[], None]]:
     alone = [
         name
         for name, section in recipe.roles.items()
-        if section is actor or section.layout is not None or section.ranks != actor.ranks
+        if name != DRAFT and (section is actor or section.layout is not None or section.ranks != actor.ranks)
     ]
     checks = [functools.partial(_check_role, recipe, name, world_size) for name in alone]
     if isinstance(recipe, RLRecipe):

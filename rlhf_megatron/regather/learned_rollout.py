@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ from rlhf_megatron.models.stacked import stored_tensors
 from rlhf_megatron.models.weight_map import Block, has_rollout_table, stacked_tensors, stays_float32, tensor_shapes
 from rlhf_megatron.rollout.engine_registry import trace_rank
 from rlhf_megatron.topology.exchange import from_rank, refused_by_all
+
+_EMBEDDINGS, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def learned_rollout_blocks(
@@ -45,16 +48,55 @@ def learned_rollout_blocks(
     """
     if has_rollout_table(architecture):
         return None
-    shapes, first = tensor_shapes(architecture.with_head("language")), list(ranks[:tensor])
-    own: list[Block] = []
-    with refused_by_all():
-        if dist.get_rank() in first:
-            own = _blocks_of(architecture, first.index(dist.get_rank()), folder, tensor, expert_parallel, dtype)
-    learned = [from_rank(own, rank) for rank in first]
-    check_all_is_read(learned, shapes, str(folder))
-    if dist.get_rank() == first[0]:
+    learned = _of_all_ranks(
+        ranks[:tensor], lambda rank: _blocks_of(architecture, rank, folder, tensor, expert_parallel, dtype)
+    )
+    check_all_is_read(learned, tensor_shapes(architecture.with_head("language")), str(folder))
+    if dist.get_rank() == ranks[0]:
         _remember(learned, folder, tensor, expert_parallel, Path(run_root))
     return learned
+
+
+def learned_draft_blocks(
+    draft: Architecture,
+    folder: str | Path,
+    ranks: Sequence[int],
+    tensor: int,
+    expert_parallel: bool,
+    dtype: str,
+    speculative_config: Mapping[str, Any],
+) -> list[list[Block]]:
+    """Return the blocks of each tensor rank of the model that drafts, a layer for multi-token prediction of the model
+    in ``folder``: of its own tensors, and of the embeddings and the output layer that it has as copies of the model's.
+
+    As ``learned_rollout_blocks`` otherwise; ``speculative_config`` is vLLM's.
+    """
+    own, layer = tensor_shapes(draft), draft.layer_tensors(0)
+    output = _EMBEDDINGS if draft.tied_embeddings else _OUTPUT
+    copies = {f"{layer}embed_tokens.weight": _EMBEDDINGS, f"{layer}shared_head.head.weight": output}
+    shapes = {**own, **dict.fromkeys(copies, (draft.vocabulary, draft.hidden))}
+
+    def blocks_of(rank: int) -> list[Block]:
+        exact = set(filter(stays_float32, own))
+        trace = trace_rank(
+            folder, shapes, tensor, rank, expert_parallel, dtype, exact, draft=speculative_config,
+            language=wrapped_language(folder),
+        )  # fmt: skip
+        blocks = rank_blocks(trace, shapes, str(folder))
+        return [block._replace(tensor=copies.get(block.tensor, block.tensor)) for block in blocks]
+
+    learned = _of_all_ranks(ranks[:tensor], blocks_of)
+    check_all_is_read([[block for block in blocks if block.tensor in own] for blocks in learned], own, str(folder))
+    return learned
+
+
+def _of_all_ranks(ranks: Sequence[int], blocks_of: Callable[[int], list[Block]]) -> list[list[Block]]:
+    """Return the blocks of each of a replica's ``ranks``, which learns its own; collective over the world."""
+    own: list[Block] = []
+    with refused_by_all():
+        if dist.get_rank() in ranks:
+            own = blocks_of(list(ranks).index(dist.get_rank()))
+    return [from_rank(own, rank) for rank in ranks]
 
 
 def learn_without_ranks(

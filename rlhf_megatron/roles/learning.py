@@ -32,6 +32,7 @@ from rlhf_megatron.algorithms.totals import Totals, count, total
 from rlhf_megatron.data.rollout_batch import RolloutBatch, marked_in_rows
 from rlhf_megatron.data.row_numbers import RowNumbers, SpreadRows
 from rlhf_megatron.recipe import AlgorithmSection, RLRecipe
+from rlhf_megatron.roles.beside import Beside
 from rlhf_megatron.roles.outputs import TokenOutputs
 from rlhf_megatron.roles.placed import PlacedRole
 from rlhf_megatron.roles.shares import Share, carried, share_out
@@ -45,6 +46,7 @@ class Learners:
     actor: PlacedRole
     reference: PlacedRole | None
     critic: PlacedRole | None
+    beside: Beside | None = None  # what learns in the actor's passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +181,14 @@ def _of_all_rows(share: Share, values: Tensor, totals: Totals) -> Tensor:
 
 
 def update_actor(
-    context: RunContext[RLRecipe], actor: PlacedRole, lesson: Lesson, controller: KLController
+    context: RunContext[RLRecipe],
+    actor: PlacedRole,
+    lesson: Lesson,
+    controller: KLController,
+    beside: Beside | None = None,
 ) -> tuple[dict[str, float], RolloutBatch]:
-    """Take all of the actor's optimizer steps on one lesson; return the means of their metrics, on its ranks, and
-    the rows of its share whose logprobs were computed, with these."""
+    """Take all of the actor's optimizer steps on one lesson, and those of what learns ``beside`` it; return the means
+    of their metrics, on its ranks, and the rows of its share whose logprobs were computed, with these."""
     recipe, settings = context.recipe, context.recipe.algorithm
     role, share, numbers = actor.local, lesson.actor, lesson.numbers
     if role is None:
@@ -203,7 +209,7 @@ def update_actor(
         fields = of_rows(fields, whole, [index_of[row] for row in learned])
         kept.append(batch.select(learned))
         outputs = torch.empty(2, len(kept[-1].tokens)) if own else None
-        step = role.update(kept[-1], fields, objective, outputs=outputs)
+        step = role.update(kept[-1], fields, objective, outputs=outputs, beside=beside)
         if outputs is not None:
             kept_outputs.append(TokenOutputs(*outputs))
         return step | {"learned_fraction": int(chosen.sum()) / int(minibatch.sum())}

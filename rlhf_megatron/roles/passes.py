@@ -86,9 +86,9 @@ class Passes:
     ) -> dict[str, float]:
         """Run all micro-batches of ``batch`` through Megatron's schedule for the pipeline's depth.
 
-        ``loss_of`` gets what ``output`` reads of each, on the last stage; before that, ``beside`` learns of it. Returns ``imbalance``, the largest cost of a
-        data-parallel rank over the mean, and that of micro-batches; where prefixes are shared, which fraction of the
-        rows' tokens that saves.
+        ``loss_of`` gets what ``output`` reads of each, on the last stage; before that, ``beside`` learns of it. Returns
+        ``imbalance``, the largest cost of a data-parallel rank over the mean, and that of micro-batches; where prefixes
+        are shared, which fraction of the rows' tokens that saves.
         """
         assert (self._architecture.head == "scalar") == isinstance(output, Scalars), "the model has another head"
         budget = tokens_per_gpu * self._layout.context

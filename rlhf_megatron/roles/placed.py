@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.build import choose_implementation
 from rlhf_megatron.models.flops import attention_cost
 from rlhf_megatron.models.lora import Adaptation
-from rlhf_megatron.models.weight_map import Implementation
+from rlhf_megatron.models.weight_map import Block, Implementation
 from rlhf_megatron.models.weight_source import WeightSource
 from rlhf_megatron.recipe import RoleSection
 from rlhf_megatron.regather.plan import ShardSpec
@@ -71,6 +71,38 @@ class PlacedWeights:
         """Return this rank's live A and B; none where the role is not."""
         adapters = self._local.shard.adapters if self._local else None
         return {name: each.data for name, each in adapters.module.named_parameters()} if adapters else {}
+
+
+class JoinedWeights:
+    """The weights of several roles as one end of a transfer. Names of parameters have the number of their role first,
+    and all are tensors of one checkpoint."""
+
+    def __init__(self, parts: Sequence[PlacedWeights], tensors: Container[str] | None = None) -> None:
+        """Set up; ``tensors``: those alone, default: all."""
+        self._parts, self._tensors = parts, tensors
+
+    def shard_spec(self) -> ShardSpec:
+        """Return the rectangles that each of the roles' ranks holds."""
+        specs = [part.shard_spec() for part in self._parts]
+        ranks = sorted(set().union(*(spec.shard_of for spec in specs)))
+
+        def blocks_of(shard: tuple[Any, ...]) -> list[Block]:
+            return [
+                block._replace(parameter=f"{number}/{block.parameter}")
+                for number, (spec, own) in enumerate(zip(specs, shard, strict=True))
+                for block in (() if own is None else spec.blocks_of(own))
+                if self._tensors is None or block.tensor in self._tensors
+            ]
+
+        return ShardSpec({rank: tuple(spec.shard_of.get(rank) for spec in specs) for rank in ranks}, blocks_of)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return this rank's live parameters."""
+        return {
+            f"{number}/{name}": parameter
+            for number, part in enumerate(self._parts)
+            for name, parameter in part.parameters().items()
+        }
 
 
 class PlacedRole:

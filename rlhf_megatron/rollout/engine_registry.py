@@ -10,10 +10,20 @@ from torch import Tensor
 from rlhf_megatron.compat.vllm.answer_parsers import ToolParser, UnusableParser, reasoning_parser, tool_parser
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import RolloutEngine
+from rlhf_megatron.rollout.vllm.engine_arguments import speculative_config
 from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 from rlhf_megatron.rollout.vllm.weight_loading import trace_rank
 
-__all__ = ["ENGINES", "ToolParser", "UnusableParser", "make_engine", "reasoning_parser", "tool_parser", "trace_rank"]
+__all__ = [
+    "ENGINES",
+    "ToolParser",
+    "UnusableParser",
+    "make_engine",
+    "reasoning_parser",
+    "speculative_config",
+    "tool_parser",
+    "trace_rank",
+]
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {"vllm": VllmEngine}
 """Called as ``make_engine`` is, without the name."""

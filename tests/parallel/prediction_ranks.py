@@ -67,9 +67,7 @@ def predict(
     beside = PredictionLearning(actor.local, draft.local)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-    metrics = [
-        update(actor, batch, {"weights": weights}, negative_log_likelihood, beside=beside) for _ in range(steps)
-    ]
+    metrics = [update(actor, batch, {"weights": weights}, negative_log_likelihood, beside=beside) for _ in range(steps)]
     export_weights(
         Path(exported),
         Companions(Path(model)),

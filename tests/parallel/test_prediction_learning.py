@@ -17,11 +17,13 @@ from small_predictions import PredictionReference, make_predicting_model
 
 FAMILIES = ["glm4_moe", "deepseek_v3"]
 STEPS = 2
+STREAMED = {"offload": {"streamed_optimizer": 1.0, "gradients": True}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "TP2": {"tensor": 2},
     "DP2 EP2": {"data": 2, "expert": 2},
     "CP2": {"context": 2},
+    "DP2, streamed": {"data": 2},
     "PP2": {"pipeline": 2},
     "PP2 VP2, DP2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
 }
@@ -33,6 +35,7 @@ def test_steps_are_those_of_torch(name: str, family: str, tmp_path: Path) -> Non
     layout, rows = LAYOUTS[name], list(random_rows(7, VOCABULARY))
     model, whole = make_predicting_model(tmp_path, family, layers=4, tied=False, vocabulary=VOCABULARY)
     given = {"model": str(model), "layout": layout, "rows": rows, "optimizer": OPTIMIZER, "steps": STEPS}
+    given["section"] = STREAMED if "streamed" in name else {}
     by_rank = run_ranks(predict, Layout(**layout).size, given | {"exported": str(tmp_path / "exported")})
     assert all(metrics == by_rank[0] for metrics in by_rank)
 

@@ -374,7 +374,7 @@ def test_what_is_not_as_in_verl_is_told(
         (["+reward.reward_kwargs.max_resp_len=100"], "the penalty is of the longest response, 512"),
         ([f"{ROLLOUT}.max_model_len=700"], "responses are cut by their own limit alone"),
         (["distillation.enabled=True"], "there is no distillation"),
-        (["actor_rollout_ref.model.mtp.enable=True"], "layers that predict several tokens"),
+        (["actor_rollout_ref.model.mtp.enable=True"], "is there where it drafts: enable_rollout"),
         (["-m", "recipe.prime.main_prime"], "a trainer of its own"),
         ([f"{ROLLOUT}.n=1"], "advantages compare the responses to one prompt; 2 is written"),
     ],
@@ -562,7 +562,20 @@ def test_speculative_decoding_without_weights_is_translated(tmp_path: Path, caps
     assert "speculative_config" not in err
     recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, f"{key}.method=eagle3")
     assert recipe.rollout.speculative is None
-    assert "speculative_config.method=eagle3: drafts here are text" in err
+    assert "speculative_config.method=eagle3: drafts are text" in err
+
+
+def test_a_layer_that_drafts_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "actor_rollout_ref.model.mtp"
+    words = (f"{key}.enable=True", f"{key}.enable_rollout=True", f"{key}.num_speculative_tokens=2")
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *words)
+    section = recipe.rollout.speculative
+    assert section is not None and (section.method, section.num_speculative_tokens) == ("mtp", 2)
+    assert not section.learns and "mtp" not in err
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *words, f"{key}.enable_train=True")
+    section = recipe.rollout.speculative
+    assert section is not None and section.optimizer == recipe.actor.optimizer
+    assert "the layer has a loss and an optimizer of its own" in err
 
 
 def test_a_cache_in_8_bits_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ RECIPE: dict[str, Any] = {
 TOOLS = "rollout.multi_turn={tool_parser: hermes"
 SERVICE = "reward.service={url: 'http://host', header_environment: KEY}"
 KEEPS = ("checkpoint.keep_best={}", "checkpoint.save_interval=4", "evaluation.at_end=false")
+DRAFTS = "rollout.speculative={method: %s, optimizer: {learning_rate: 1e-4}}"
 TELLS = "health.rules=[{metric: x, when: above, value: 1, action: alert}]"
 FILTERS = "algorithm.filter_groups={enable: true, max_num_gen_batches: 2, prompts_per_round: %d}"
 RESUMED = ("rollout.partial=resume", "rollout.oversample=1.5")
@@ -57,6 +58,9 @@ REFUSED = [
     (["actor.fp8=blockwise", "actor.transformer_implementation=local"], "fp8=blockwise needs Transformer Engine"),
     (["actor.fp8=blockwise", "model.dtype=float16"], "actor.fp8=blockwise needs model.dtype bfloat16; it is float16"),
     (["actor.fp8=blockwise", "cluster.gpu=A100"], "cluster.gpu=A100 is none of H100, H20, H200, H800"),
+    ([DRAFTS % "suffix"], "optimizer: method=suffix drafts without a model that could learn"),
+    ([DRAFTS % "mtp", "actor.shared_prompts=true"], "the token behind a prompt that rows share differs"),
+    ([DRAFTS % "mtp", "model.dtype=float16"], "has no loss scale of its own"),
     (["actor.fp8=tensorwise"], "Input should be 'blockwise'; it is 'tensorwise'"),
     (["batch.prompts_per_step=1048576", "batch.responses_per_prompt=17"], "17,825,792 rows"),
     (["algorithm.sapo.temperature_positive=2"], "is for policy_loss sapo"),

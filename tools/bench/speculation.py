@@ -73,7 +73,8 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def measure(model: str, number: int, repeats: int, size: str) -> dict[str, Any]:
     """Return the seconds of one setting's generations."""
     from rlhf_megatron.recipe import RolloutSection
-    from rlhf_megatron.recipe.rollout import DrawnLengthsSection, SpeculativeSection
+    from rlhf_megatron.recipe.rollout import DrawnLengthsSection
+    from rlhf_megatron.recipe.speculative import SpeculativeSection
     from rlhf_megatron.rollout.engine import Request, Sampling
     from rlhf_megatron.rollout.vllm.vllm_engine import VllmEngine
 

@@ -110,7 +110,7 @@ def by_role(
         role._passes._shares_prompts = shares_prompts
         role.trainer.chunks[0].zero_grad_buffer()
         role._passes.run(
-            batch, fields, role.section.update_tokens, role._output,
+            batch, fields, role.section.update_tokens, role.output,
             lambda parts, micro: -(parts[0] * micro.fields["weights"]).sum(), forward_only=False,
         )  # fmt: skip
 

@@ -259,7 +259,7 @@ def put_precision(command: Command, tree: Tree, key: str, narrow: tuple[str, ...
 
 
 def put_speculation(command: Command, tree: Tree) -> None:
-    """Put vLLM's speculative decoding without weights, which verl hands on."""
+    """Put vLLM's speculative decoding, which verl hands on, or that by the model's own layer."""
     key = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
     method = command.take(f"{key}.method")
     count, match = command.count(f"{key}.num_speculative_tokens"), command.count(f"{key}.prompt_lookup_min")
@@ -268,7 +268,25 @@ def put_speculation(command: Command, tree: Tree) -> None:
         tree.put("rollout.speculative.num_speculative_tokens", count)
         tree.put("rollout.speculative.match", match)
     elif method is not None:
-        command.remark(f"{key}.method", "drafts here are text that was sampled before (ngram, suffix); there are none")
+        command.remark(f"{key}.method", "drafts are text that was sampled before, or of model.mtp; there are none")
+    put_prediction(command, tree)
+
+
+def put_prediction(command: Command, tree: Tree) -> None:
+    """Put drafts by a layer for multi-token prediction, which learns by an optimizer like the actor's."""
+    key = f"{MODEL}.mtp"
+    is_on, learns, drafts = (command.take(f"{key}.{name}") for name in ("enable", "enable_train", "enable_rollout"))
+    count = command.count(f"{key}.num_speculative_tokens", 1)
+    if not is_on:
+        return
+    if not drafts:
+        command.refuse(f"{key}.enable", "a layer that predicts several tokens is there where it drafts: enable_rollout")
+        return
+    tree.put("rollout.speculative.method", "mtp")
+    tree.put("rollout.speculative.num_speculative_tokens", count)
+    if learns:
+        tree.put("rollout.speculative.optimizer", dict(tree["actor"]["optimizer"]))
+        command.remark(f"{key}.enable_train", "the layer has a loss and an optimizer of its own; the decoder has not")
 
 
 def put_responses(command: Command, tree: Tree) -> None:

@@ -76,8 +76,9 @@ def _group(size: int, rank: int) -> Any:
     return group
 
 
-def build_on_meta(config: Any) -> torch.nn.Module:
-    """Build the model of vLLM's ``VllmConfig``, which must be its current one, with parameters that hold nothing."""
+def build_on_meta(config: Any, drafts: bool = False) -> torch.nn.Module:
+    """Build the model of vLLM's ``VllmConfig``, which must be its current one, with parameters that hold nothing; or
+    the one that ``drafts`` for it."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     dtype = default_dtype(config.model_config.dtype)
@@ -85,7 +86,8 @@ def build_on_meta(config: Any) -> torch.nn.Module:
     with contextlib.ExitStack() as stack:
         for change in (*changes, dtype, torch.device("meta")):
             stack.enter_context(change)
-        model: torch.nn.Module = initialize_model(config)
+        of_draft = {"model_config": config.speculative_config.draft_model_config} if drafts else {}
+        model: torch.nn.Module = initialize_model(config, **of_draft)
     return model
 
 

@@ -61,6 +61,11 @@ class Family(Protocol):
         """True if PEFT reads the adapters of a layer's experts joined alone, and not those of single experts."""
         ...
 
+    @property
+    def predicts(self) -> bool:
+        """True if checkpoints may have a layer for multi-token prediction in DeepSeek-V3's form."""
+        ...
+
     # ---- trainer
 
     def layer_spec(

@@ -92,4 +92,5 @@ FAMILY = DeepseekV3(
     expert_names=grouped_experts.NAMES,
     max_positions=4096,
     has_rollout_table=False,
+    predicts=True,
 )

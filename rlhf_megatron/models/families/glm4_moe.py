@@ -50,4 +50,5 @@ FAMILY = Glm4Moe(
     max_positions=131072,
     partial_rotary=True,
     has_rollout_table=False,
+    predicts=True,
 )

@@ -51,4 +51,5 @@ FAMILY = Glm4MoeLite(
     expert_names=grouped_experts.NAMES,
     max_positions=202752,
     has_rollout_table=False,
+    predicts=True,
 )

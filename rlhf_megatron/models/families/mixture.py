@@ -189,7 +189,9 @@ def megatron_experts(a: Architecture, names: ExpertNames, layout: Layout, positi
             )
             if a.experts.biased:
                 rows = (number * 2 * width, number * a.hidden)
-                yield from _bias_blocks(a, names, a.first_layer + index, expert, (first + "bias", rows[0]), (second + "bias", rows[1]))
+                yield from _bias_blocks(
+                    a, names, a.first_layer + index, expert, (first + "bias", rows[0]), (second + "bias", rows[1])
+                )
 
 
 def _places(experts: int, rows: int, columns: int) -> Iterator[tuple[str, int]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rlhf_megatron.compat.vllm import speculation
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.recipe.rollout import SpeculativeSection
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 from rlhf_megatron.rollout.engine import Sampling
 
 _CPU_KV_CACHE_GB = 0.0625
@@ -50,7 +50,7 @@ def engine_arguments(
     if section.kv_cache_dtype is not None:
         arguments["kv_cache_dtype"] = section.kv_cache_dtype
     if section.speculative is not None:
-        arguments["speculative_config"] = _speculative_config(section.speculative, draft_model)
+        arguments["speculative_config"] = speculative_config(section.speculative, draft_model)
     if section.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = section.max_num_batched_tokens
     # Of a rank that is a world of its own (topology.team), only torchrun knows that there are others.
@@ -77,7 +77,12 @@ def engine_arguments(
     return arguments
 
 
-def _speculative_config(section: SpeculativeSection, draft_model: str | None) -> dict[str, Any]:
+def speculative_config(section: SpeculativeSection, draft_model: str | None = None) -> dict[str, Any]:
+    """Return vLLM's speculative_config; ``draft_model``: the folder of a head that drafts.
+
+    Raises:
+        RolloutError: the method is that of a head, and there is none.
+    """
     if section.method == "eagle3" and draft_model is None:
         raise RolloutError("rollout.speculative.method=eagle3: there is no folder of a head that drafts; give one")
     if section.has_draft_model:

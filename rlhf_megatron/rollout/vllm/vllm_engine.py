@@ -30,7 +30,7 @@ from rlhf_megatron.compat.vllm.speculation import SeededSampler
 from rlhf_megatron.compat.vllm.workspace import Workspace
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
-from rlhf_megatron.recipe.rollout import SpeculativeSection
+from rlhf_megatron.recipe.speculative import SpeculativeSection
 from rlhf_megatron.rollout.drafts import Drafter
 from rlhf_megatron.rollout.engine import Completion, Environment, GenerationRecord, Request, Sampling
 from rlhf_megatron.rollout.lockstep import ReplicaRanks

@@ -36,10 +36,12 @@ def trace_rank(
     float32: Collection[str] = (),
     stored: Stored = iter,
     language: Mapping[str, Any] | None = None,
+    draft: Mapping[str, Any] | None = None,
 ) -> LoadTrace:
     """Trace tensor rank ``rank`` of ``tensor`` in this process, which has no engine yet; see ``prepare_environment``.
 
     Args:
+        draft: vLLM's speculative_config, where the model is the one that drafts for that of ``folder``.
         folder: of config.json.
         shapes: of the model's tensors by name.
         stored: makes the checkpoint's tensors of the model's.
@@ -60,7 +62,9 @@ def trace_rank(
     activation_type.learn_activations_as_weights()
     from vllm.engine.arg_utils import EngineArgs
 
-    backend = {"moe_backend": "triton"} if torch.cuda.is_available() else {}  # as the engine has it
+    backend: dict[str, Any] = {"moe_backend": "triton"} if torch.cuda.is_available() else {}  # as the engine has it
+    if draft is not None:
+        backend["speculative_config"] = dict(draft)
     try:
         with preserved_random_state(), preserved_threads():
             config = EngineArgs(
@@ -73,7 +77,7 @@ def trace_rank(
                 **config_arguments(folder, language),
             ).create_engine_config()
             with load_tracing.as_rank(config, tensor, rank, expert_parallel):
-                model = load_tracing.build_on_meta(config)
+                model = load_tracing.build_on_meta(config, drafts=draft is not None)
                 return trace_model(model, shapes, getattr(torch, dtype), float32, stored)
     except Exception as error:  # whatever vLLM's files of models raise where they do not know a config
         reason = shown(f"{type(error).__name__}: {error}".strip().partition("\n")[0], 300)

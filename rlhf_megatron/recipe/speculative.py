@@ -1,0 +1,56 @@
+"""The section ``rollout.speculative``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlhf_megatron.recipe.optimizer import OptimizerSection
+from rlhf_megatron.recipe.section import Section
+
+
+class SpeculativeSection(Section):
+    """Speculative decoding: drafts are text that was sampled before, or a small model's. What is sampled stays the
+    same."""
+
+    method: Literal["ngram", "suffix", "eagle3", "mtp"] = "suffix"
+    """ngram: drafts from a response and its prompt; suffix: also from its group, now and an epoch ago; eagle3, mtp: by
+    a head, or the checkpoint's layer."""
+    num_speculative_tokens: int = Field(default=3, gt=0, le=64)
+    """Longest draft."""
+    match: int = Field(default=3, gt=0, le=64)
+    """Draft what followed the last so many tokens (ngram, suffix)."""
+    max_running: int = Field(default=32, gt=0, le=2**16)
+    """Draft while a replica runs at most so many sequences."""
+    synthetic_acceptance_length: float | None = Field(default=None, ge=1)
+    """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
+
+    optimizer: OptimizerSection | None = None
+    """eagle3, mtp: trains the model that drafts on the actor's rows; default: it stays as it is."""
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether a model drafts, whose weights are written as the policy's are."""
+        return self.method in ("eagle3", "mtp")
+
+    @property
+    def learns(self) -> bool:
+        """Whether that model is trained."""
+        return self.has_draft_model and self.optimizer is not None
+
+    @model_validator(mode="after")
+    def _a_model_learns(self) -> SpeculativeSection:
+        if self.optimizer is not None and not self.has_draft_model:
+            raise ValueError(f"optimizer: method={self.method} drafts without a model that could learn; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _synthetic_length_is_reached(self) -> SpeculativeSection:
+        asked, most = self.synthetic_acceptance_length, self.num_speculative_tokens + 1
+        if asked is not None and asked > most:
+            raise ValueError(
+                f"synthetic_acceptance_length={asked:g}: a step gives at most num_speculative_tokens + 1 = {most} "
+                "tokens; lower it"
+            )
+        return self
