@@ -161,7 +161,7 @@ class Architecture:
     With "prediction" this is a layer for multi-token prediction alone, which drafts: see ``prediction_model``. With
     "draft" it is a head in EAGLE-3's form (``draft_heads``): ``vocabulary`` is then that of its drafts, and
     ``target_vocabulary`` that of the model it drafts for; it reads the hidden states before the ``auxiliary_layers`` of
-    that one, where the number of all layers stands for what the last one gives.
+    that one, where the number of all layers stands for what the last one gives. ``target_cuts_sequences``: see there.
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
@@ -222,6 +222,7 @@ class Architecture:
     first_layer: int = 0
     target_vocabulary: int = 0
     auxiliary_layers: tuple[int, ...] = ()
+    target_cuts_sequences: bool = False
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -259,7 +260,7 @@ class Architecture:
     @property
     def cuts_sequences(self) -> bool:
         """True if tensor ranks always share out the tokens between their parts (sequence parallelism)."""
-        return bool(self.experts or self.latent or self.delta_net)
+        return bool(self.experts or self.latent or self.delta_net) or self.target_cuts_sequences
 
     def notes(self, predicts: bool) -> tuple[str, ...]:
         """Return lines about what is left out of the model, for the person who starts a run; ``predicts``: not the
@@ -377,7 +378,7 @@ LATER_FIELDS = (
     "wide_query_key_norm", "scales",
     "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net", "norms_of_turned",
     "head_norms", "plain_mlp", "full_heads", "keys_are_values", "value_norm", "layer_scalars", "first_layer",
-    "target_vocabulary", "auxiliary_layers",
+    "target_vocabulary", "auxiliary_layers", "target_cuts_sequences",
 )  # fmt: skip
 _LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit", "beside_dense")
 

@@ -68,8 +68,10 @@ def new_head(target: Architecture) -> Architecture:
 
 
 def _complete(head: Architecture, target: Architecture) -> Architecture:
-    """Return a head with its auxiliary layers, those of ``target`` where it does not name them."""
-    return dataclasses.replace(head, auxiliary_layers=head.auxiliary_layers or auxiliary_layers(target.layers))
+    """Return a head with what it has of ``target``: how tokens are shared out, and auxiliary layers that it does not
+    name."""
+    layers = head.auxiliary_layers or auxiliary_layers(target.layers)
+    return dataclasses.replace(head, auxiliary_layers=layers, target_cuts_sequences=target.cuts_sequences)
 
 
 def auxiliary_layers(layers: int) -> tuple[int, ...]:

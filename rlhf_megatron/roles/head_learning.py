@@ -31,7 +31,7 @@ class HeadLearning(PredictionLearning):
     def __init__(self, actor: Role, draft: Role, vocabulary: DraftVocabulary) -> None:
         """Set up; ``draft``: the head, on the actor's ranks, with its degrees of tensor and context parallelism.
 
-        Both cut sequences over tensor ranks, or neither does. Raises RecipeError where the actor has several stages.
+        Their sections agree in ``sequence_parallel``. Raises RecipeError where the actor has several stages.
         """
         check_target_layout(actor.layout)
         cuts = actor.shard.config.sequence_parallel

@@ -56,13 +56,12 @@ def learn_head(
     dense = {axis: degree for axis, degree in layout.items() if axis != "expert"}
 
     def make(name: str, read: Architecture, degrees: dict[str, int], its_optimizer: OptimizerSection) -> Role:
-        own = section if name == "actor" else section | {"sequence_parallel": actor.shard.config.sequence_parallel}
         return Role(
             name,
             read,
             Layout(**degrees),
             range(dist.get_world_size()),
-            ActorSection(**{"tokens_per_gpu": 60, **own}, optimizer=its_optimizer),
+            ActorSection(**{"tokens_per_gpu": 60, **section}, optimizer=its_optimizer),
             dtype="float32",
             seed=1,
             temperature=temperature,
