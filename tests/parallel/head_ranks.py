@@ -46,6 +46,7 @@ def learn_head(
     exported: str,
     section: dict[str, Any],
     hands_over: bool = False,
+    dtype: str = "float32",
 ) -> list[dict[str, float]]:
     """Train the head for ``steps`` beside an actor that stands still; return the metrics of each, and write it.
 
@@ -62,7 +63,7 @@ def learn_head(
             Layout(**degrees),
             range(dist.get_world_size()),
             ActorSection(**{"tokens_per_gpu": 60, **section}, optimizer=its_optimizer),
-            dtype="float32",
+            dtype=dtype,
             seed=1,
             temperature=temperature,
             optimizer=its_optimizer,

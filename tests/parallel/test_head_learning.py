@@ -46,16 +46,56 @@ CASES = {
 }
 
 
+def make_folders(home: Path, name: str) -> tuple[Path, Path]:
+    """Return the folders of a case's model and of its head, made in ``home``."""
+    case = CASES[name]
+    model = home / case.family
+    if not model.exists():
+        make_model(model, case.family, tied=False, vocabulary=VOCABULARY, num_hidden_layers=4)
+    return model, make_head(home / name, model, case.drafted, case.layers)
+
+
+def arguments(name: str, folders: tuple[Path, Path], **section: Any) -> dict[str, Any]:
+    """Return what a launch is told of a case, which writes its head beside where it was."""
+    model, head = folders
+    return {
+        "model": str(model),
+        "head": str(head),
+        "layout": CASES[name].layout,
+        "rows": list(random_rows(7, VOCABULARY)),
+        "optimizer": OPTIMIZER,
+        "temperature": TEMPERATURE,
+        "steps": STEPS,
+        "exported": f"{head}, exported",
+        "section": CASES[name].section | section,
+        "hands_over": CASES[name].hands_over,
+    }
+
+
+def learn_by_torch(model: Path, head: Path) -> tuple[HeadReference, list[float], list[float]]:
+    """Return a head after all steps, and the losses and gradient norms of these."""
+    reference, losses, norms = HeadReference(model, head), [], []
+    own = list(reference.own.parameters())
+    optimizer = torch.optim.AdamW(
+        own, lr=OPTIMIZER["learning_rate"], eps=OPTIMIZER["epsilon"], betas=(0.9, 0.999), weight_decay=0.0
+    )
+    rows = random_rows(7, VOCABULARY)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        of_rows = [reference.row_logprobs(p, r, TEMPERATURE) for p, r in zip(*rows, strict=True)]
+        loss = -torch.cat(of_rows).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(own, CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return reference, losses, norms
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Return the folders of each case's model and of its head."""
-    home, found = tmp_path_factory.mktemp("heads"), {}
-    for name, case in CASES.items():
-        model = home / case.family
-        if not model.exists():
-            make_model(model, case.family, tied=False, vocabulary=VOCABULARY, num_hidden_layers=4)
-        found[name] = (model, make_head(home / name, model, case.drafted, case.layers))
-    return found
+    home = tmp_path_factory.mktemp("heads")
+    return {name: make_folders(home, name) for name in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +104,7 @@ def learned(folders: dict[str, tuple[Path, Path]]) -> dict[str, list[list[dict[s
     results = {}
     for ranks in (1, 2):
         names = [name for name, case in CASES.items() if Layout(**case.layout).size == ranks]
-        cases = [
-            {
-                "model": str(folders[name][0]),
-                "head": str(folders[name][1]),
-                "layout": CASES[name].layout,
-                "rows": list(random_rows(7, VOCABULARY)),
-                "optimizer": OPTIMIZER,
-                "temperature": TEMPERATURE,
-                "steps": STEPS,
-                "exported": f"{folders[name][1]}, exported",
-                "section": CASES[name].section,
-                "hands_over": CASES[name].hands_over,
-            }
-            for name in names
-        ]
-        by_rank = run_ranks(learn_heads, ranks, {"cases": cases})
+        by_rank = run_ranks(learn_heads, ranks, {"cases": [arguments(name, folders[name]) for name in names]})
         results |= {name: [of_rank[place] for of_rank in by_rank] for place, name in enumerate(names)}
     return results
 
@@ -91,22 +116,10 @@ def test_steps_are_those_of_torch(
     model, head = folders[name]
     by_rank = learned[name]
     assert all(metrics == by_rank[0] for metrics in by_rank)
-    reference = HeadReference(model, head)
-    own = list(reference.own.parameters())
-    optimizer = torch.optim.AdamW(
-        own, lr=OPTIMIZER["learning_rate"], eps=OPTIMIZER["epsilon"], betas=(0.9, 0.999), weight_decay=0.0
-    )
-    rows = random_rows(7, VOCABULARY)
-    for metrics in by_rank[0]:
-        optimizer.zero_grad()
-        of_rows = [reference.row_logprobs(p, r, TEMPERATURE) for p, r in zip(*rows, strict=True)]
-        loss = -torch.cat(of_rows).mean()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(own, CLIP)
-        optimizer.step()
-        assert metrics["draft_loss"] == pytest.approx(float(loss), abs=1e-5)
-        assert metrics["draft_grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-        assert metrics["draft_skipped"] == 0
+    reference, losses, norms = learn_by_torch(model, head)
+    assert [metrics["draft_loss"] for metrics in by_rank[0]] == pytest.approx(losses, abs=1e-5)
+    assert [metrics["draft_grad_norm"] for metrics in by_rank[0]] == pytest.approx(norms, rel=1e-5)
+    assert not any(metrics["draft_skipped"] for metrics in by_rank[0])
     written, expected = stored_tensors(Path(f"{head}, exported")), reference.tensors()
     assert written.keys() == stored_tensors(head).keys()
     for tensor in written.keys() - expected.keys():
