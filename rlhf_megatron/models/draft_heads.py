@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ def read_head(folder: str | Path, target: Architecture) -> Architecture:
 
     Raises ModelError naming the field that is not supported, or that has the sizes of another model.
     """
+    return parse_head(read_config(folder), folder, target)
+
+
+def parse_head(config: Mapping[str, Any], folder: str | Path, target: Architecture) -> Architecture:
+    """Return the head that a ``config`` describes, as ``read_head``; ``folder`` is where it is from, for errors."""
     path = Path(folder) / "config.json"
-    head = FAMILIES[eagle3_head.NAME].read(path, read_config(folder))
+    head = FAMILIES[eagle3_head.NAME].read(path, config)
     for field, own, wanted in (
         ("hidden_size", head.hidden, target.hidden),
         ("vocab_size", head.target_vocabulary, target.vocabulary),

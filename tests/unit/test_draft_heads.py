@@ -23,6 +23,8 @@ from rlhf_megatron.models.draft_heads import (
     write_head_config,
 )
 from rlhf_megatron.models.draft_vocabulary import read_draft_vocabulary, whole_vocabulary
+from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.models.flops import forward_flops
 from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.rectangles import elements
 from rlhf_megatron.models.rope import Rope
@@ -210,6 +212,13 @@ def test_weights_of_a_new_head(target: Architecture) -> None:
         tensor = drawn.read(name, ())
         assert tensor.shape == shape
         assert bool((tensor == 1).all()) == ("norm" in name)
+
+
+def test_operations_are_those_of_all_matrices(target: Architecture) -> None:
+    head = new_head(target)
+    matrices = sum(math.prod(shape) for shape in tensor_shapes(head).values() if len(shape) == 2)
+    attention = FAMILIES[head.family].attention_flops(head, head.layer_kinds[0], [5.0], True)
+    assert forward_flops(head, [5.0], 5.0) == 2.0 * matrices * 5.0 + attention
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
