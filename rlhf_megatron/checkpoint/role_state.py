@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_megatron.checkpoint.saved_role import EXPERTS, ROWS_OF_ATTENTION, SavedRole
 from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
-from rlhf_megatron.models.description import stored_form
+from rlhf_megatron.models.stored_form import stored_form
 from rlhf_megatron.models.weight_map import is_expert
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.optimizer_state import MOMENTS, OwnedRange, is_distributed, moments_of, owned_ranges

@@ -22,8 +22,8 @@ from rlhf_megatron.checkpoint.manifest import first_problem
 from rlhf_megatron.checkpoint.storage import TensorFile
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import Architecture, Head
-from rlhf_megatron.models.description import LATER_FIELDS, stored_form, without_silent_fields
 from rlhf_megatron.models.lora import Adaptation, adaptation_in, adapter_blocks, whole_adapter_blocks
+from rlhf_megatron.models.stored_form import LATER_FIELDS, stored_form, without_silent_fields
 from rlhf_megatron.models.weight_map import Block, is_expert, megatron_blocks, stays_float32, whole_blocks
 from rlhf_megatron.regather.plan import Copy, ShardSpec, plan_regather
 from rlhf_megatron.topology.layout import Layout

@@ -21,7 +21,7 @@ from rlhf_megatron.models.config_fields import (
     weight_block,
 )
 from rlhf_megatron.models.description import Architecture, Experts, Head, LayerKind, Scales
-from rlhf_megatron.models.families import FAMILIES
+from rlhf_megatron.models.families import FAMILIES, MODEL_TYPES
 from rlhf_megatron.models.families.rope_reading import rope_notes
 from rlhf_megatron.models.families.wrappers import WRAPPERS, language_config, wrapper_notes, wrapper_of
 from rlhf_megatron.untrusted import shown
@@ -113,7 +113,7 @@ def prediction_layer(architecture: Architecture, folder: str | Path) -> Architec
 def _kinds_like(kind: object) -> str:
     """Return the supported model types that look like ``kind``, which may be a mistyped one, and where all of them
     are."""
-    kinds = [*FAMILIES, *WRAPPERS]
+    kinds = [*MODEL_TYPES, *WRAPPERS]
     near = difflib.get_close_matches(str(kind), kinds, n=4)
     return ", ".join([*near, f"{len(kinds) - len(near)} {'others' if near else 'types'} that docs/models.md lists"])
 
@@ -126,9 +126,9 @@ def parse_architecture(config: dict[str, Any], folder: str | Path) -> Architectu
         where = f"{path.name} (text_config)" if config.get("text_config") is not None else path.name
         config, path = language_config(path, config), path.with_name(where)
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in MODEL_TYPES:
         inside = config.get("text_config")
-        if isinstance(inside, dict) and inside.get("model_type") in list(FAMILIES):  # of any type, also none to hash
+        if isinstance(inside, dict) and inside.get("model_type") in MODEL_TYPES:
             raise ModelError(
                 f"{shown(path)}: model_type is {brief(kind)}, a model of images or sound with a language model of type "
                 f"{brief(inside.get('model_type'))} inside; save that alone, with its text_config as config.json"

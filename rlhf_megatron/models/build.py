@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.architecture import Architecture
+from rlhf_megatron.models.eagle3_layer import FeatureInput
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.models.heads import ScalarHead
 from rlhf_megatron.models.prediction import PredictionInput
@@ -139,6 +140,8 @@ def _build_chunk(
     )
     if predicts:
         model.embedding, model.output_layer = PredictionInput(config), None
+    elif architecture.head == "draft":
+        model.embedding = FeatureInput(config, len(architecture.auxiliary_layers))
     elif model.pre_process:
         scale_embeddings(model.embedding, architecture.scales)
     if architecture.head == "scalar" and model.post_process:

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from rlhf_megatron.errors import ModelError
-from rlhf_megatron.models.rope import Llama3Scaling, Rope
+from rlhf_megatron.models.rope import Rope
 from rlhf_megatron.topology.layout import Layout
 
-Head = Literal["language", "scalar", "prediction"]
+Head = Literal["language", "scalar", "prediction", "draft"]
 VOCABULARY_MULTIPLE = 64  # vLLM pads to it too, so that equal layouts have equal shards
 WIDEST_HEAD = 256  # of fused attention that takes fewer key-value heads than queries, on GPUs
 
@@ -158,7 +158,10 @@ class Architecture:
     """The shape of a decoder-only transformer, in the field's terms; ``feed_forward`` is that of dense layers.
 
     ``head`` is what reads the decoder's output: the logits of the next token, or one number per token (``heads``).
-    With "prediction" this is a layer for multi-token prediction alone, which drafts: see ``prediction_model``.
+    With "prediction" this is a layer for multi-token prediction alone, which drafts: see ``prediction_model``. With
+    "draft" it is a head in EAGLE-3's form (``draft_heads``): ``vocabulary`` is then that of its drafts, and
+    ``target_vocabulary`` that of the model it drafts for; it reads the hidden states before the ``auxiliary_layers`` of
+    that one, where the number of all layers stands for what the last one gives. ``target_cuts_sequences``: see there.
     ``mixed_layers`` has the kind of each layer where they are not all of one (``layer_kinds``), ``mixed_ropes`` its
     position embeddings where they are not all ``rope``; None is a layer without positions.
     ``window``: how many tokens a token attends to, itself included, in the layers that have a window; None: none has.
@@ -217,6 +220,9 @@ class Architecture:
     value_norm: bool = False
     layer_scalars: bool = False
     first_layer: int = 0
+    target_vocabulary: int = 0
+    auxiliary_layers: tuple[int, ...] = ()
+    target_cuts_sequences: bool = False
 
     @functools.cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -254,7 +260,7 @@ class Architecture:
     @property
     def cuts_sequences(self) -> bool:
         """True if tensor ranks always share out the tokens between their parts (sequence parallelism)."""
-        return bool(self.experts or self.latent or self.delta_net)
+        return bool(self.experts or self.latent or self.delta_net) or self.target_cuts_sequences
 
     def notes(self, predicts: bool) -> tuple[str, ...]:
         """Return lines about what is left out of the model, for the person who starts a run; ``predicts``: not the
@@ -364,48 +370,3 @@ def _check_divides(key: str, degree: int, count: int, what: str) -> None:
         raise ModelError(
             f"layout.{key}={degree} does not divide the model's {count} {what}; use a divisor of {count}, or pipeline"
         )
-
-
-# Keys that came after the first checkpoints, which do not have them.
-LATER_FIELDS = (
-    "mixed_layers", "rope", "mixed_ropes", "window", "zero_centred_norms", "output_bias", "mlp_bias",
-    "wide_query_key_norm", "scales",
-    "prediction_layers", "latent", "attention_sinks", "gated_attention", "delta_net", "norms_of_turned",
-    "head_norms", "plain_mlp", "full_heads", "keys_are_values", "value_norm", "layer_scalars", "first_layer",
-)  # fmt: skip
-_LATER_FIELDS_OF_EXPERTS = ("shared", "routing", "biased", "limit", "beside_dense")
-
-
-def stored_form(architecture: Architecture) -> dict[str, Any]:
-    """Return what a checkpoint holds of ``architecture``, plain but for its tuples.
-
-    ``LATER_FIELDS`` are left out while they say nothing, so that those resume.
-    """
-    form: dict[str, Any] = {}
-    for key, value in dataclasses.asdict(architecture.for_rows(None)).items():
-        form |= _stored_rope(architecture.rope, value) if key == "rope" else {key: value}
-    return without_silent_fields(form)
-
-
-def _stored_rope(rope: Rope, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the two keys of the first checkpoints, whose ropes were these, and ``rope`` for any other."""
-    factor = rope.scaling.factor if isinstance(rope.scaling, Llama3Scaling) else None
-    earlier = Rope(rope.theta, None if factor is None else Llama3Scaling(factor, 1.0, 4.0, 8192))
-    return {
-        "rope_theta": rope.theta,
-        "rope_scaling_factor": factor,
-        "rope": None if rope == earlier else dict(plain),
-    }
-
-
-def without_silent_fields(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored form without later fields that say nothing."""
-    form = {key: value for key, value in stored.items() if _says_something(value) or key not in LATER_FIELDS}
-    experts = form.get("experts")
-    if isinstance(experts, Mapping):
-        form["experts"] = {key: value for key, value in experts.items() if value or key not in _LATER_FIELDS_OF_EXPERTS}
-    return form
-
-
-def _says_something(value: object) -> bool:
-    return any(value.values()) if isinstance(value, Mapping) else bool(value)

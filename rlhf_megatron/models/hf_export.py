@@ -25,6 +25,7 @@ from rlhf_megatron.data.chat_template import read_template
 from rlhf_megatron.durable import whole_folder
 from rlhf_megatron.models.architecture import Architecture, Head, ModelError, classifier_config, read_config
 from rlhf_megatron.models.config_fields import LAYERS_LEFT_OUT
+from rlhf_megatron.models.draft_vocabulary import DRAFTED, OFFSETS
 from rlhf_megatron.models.families.wrappers import exported_config, language_config, wrapper_of
 from rlhf_megatron.models.file_form import FileForm, form_in_files, prefixed_form
 from rlhf_megatron.models.hf_files import INDEX_FILE, SINGLE_FILE, located_tensors, open_weights, shape_in_files
@@ -92,9 +93,9 @@ def write_checkpoint(
     """Write ``tensors`` as safetensors of at most ``shard_bytes`` each with an index, and the config and tokenizer.
 
     The config's dtype becomes ``dtype``, and with a scalar ``head`` it becomes that of a sequence classification;
-    ``predicts`` as in ``write_descriptions``. A wrapper's other towers are copied behind ``tensors``. The folder
-    appears whole and on disk: it is written under another name and renamed, and an older one is then replaced. Raises
-    OSError where the disk fails.
+    ``predicts`` as in ``write_descriptions``. A wrapper's other towers, and which tokens a head drafts, are copied
+    behind ``tensors``. The folder appears whole and on disk: it is written under another name and renamed, and an older
+    one is then replaced. Raises OSError where the disk fails.
     """
     with whole_folder(folder) as partial:
         copies = ((each.name, each.load()) for each in copied_tensors(companions.model, head))
@@ -189,18 +190,21 @@ def _is_whole_wrapper(model: Path, head: Head) -> bool:
 
 
 def copied_tensors(model: Path, head: Head) -> list[CopiedTensor]:
-    """Return the tensors of a wrapper's folder that are not its language model's, which exports copy.
+    """Return the tensors of a wrapper's folder that are not its language model's, which exports copy; of a head that
+    drafts, those that say which tokens.
 
     Raises ModelError where its files are damaged.
     """
-    if not _is_whole_wrapper(model, head):
+    drafts = head == "draft" and _has_weights(model)
+    if not drafts and not _is_whole_wrapper(model, head):
         return []
     located = located_tensors(model)
     form = prefixed_form(read_config(model), located)
+    copies = (OFFSETS, DRAFTED).__contains__ if drafts else form.is_other_tower
     copied = []
     for path in sorted(set(located.values())):
         with open_weights(path) as file:
-            names = sorted(name for name in located if located[name] == path and form.is_other_tower(name))
+            names = sorted(name for name in located if located[name] == path and copies(name))
             copied += [CopiedTensor(name, path, _bytes_of(file.get_slice(name))) for name in names]
     return copied
 

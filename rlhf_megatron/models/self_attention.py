@@ -117,3 +117,12 @@ def with_fewer_rows(linear: Callable[..., Any], rows: int) -> Callable[..., Any]
         return linear(inputs, outputs - rows, **options)
 
     return build
+
+
+def with_columns(linear: Callable[..., Any], columns: int) -> Callable[..., Any]:
+    """Return a builder of a linear layer of Megatron's or Transformer Engine's with inputs of so many ``columns``."""
+
+    def build(inputs: int, outputs: int, **options: Any) -> Any:
+        return linear(columns, outputs, **options)
+
+    return build

@@ -26,9 +26,9 @@ class PredictionLearning:
     Every rank of the actor makes it.
     """
 
-    def __init__(self, actor: Role, draft: Role | None) -> None:
+    def __init__(self, actor: Role, draft: Role | None, embeddings: TokenEmbeddings | None = None) -> None:
         """Set up; ``draft``: the layer, on the same ranks as the actor's last stage, cut as a stage is."""
-        self._draft, self._embeddings = draft, TokenEmbeddings(actor)
+        self._draft, self._embeddings = draft, embeddings or TokenEmbeddings(actor)
         self._weight, self._rate = 0.0, 0.0
         self._sums = torch.zeros(2, dtype=torch.float64)
 
@@ -38,10 +38,10 @@ class PredictionLearning:
         if self._draft is None:
             return
         # The second token of a row has none before it whose output could predict it.
-        begins = batch.cu_seqlens[:-1]
+        begins, is_counted = batch.cu_seqlens[:-1], self._counted(batch)
         second = begins[batch.lengths > 1] + 1
-        counted = batch.response_mask.sum() - batch.response_mask[second].sum()
-        first = batch.response_mask[begins[batch.lengths > 0]].sum()  # a row without a prompt; nothing predicts it
+        counted = is_counted.sum() - is_counted[second].sum()
+        first = is_counted[begins[batch.lengths > 0]].sum()  # a row without a prompt; nothing predicts it
         tokens = float(total((counted - first).double()[None], self._draft.totals))
         self._weight = 1.0 / max(tokens, 1.0)
         self._rate = self._draft.begin_step()
@@ -55,26 +55,45 @@ class PredictionLearning:
 
     def learn(self, hidden: Tensor, columns: Tensor, micro: MicroBatch, packed: Any) -> None:
         """See Beside."""
-        draft = self._draft
-        assert draft is not None and draft.trainer is not None
+        draft = self._role
+        assert draft.trainer is not None
         chunk = draft.trainer.chunks[0]
 
-        def read(*, hidden_states: Tensor, **_: Any) -> Tensor:
-            return torch.stack(draft.output(hidden_states, self._embeddings, columns, micro))
+        def read(*, hidden_states: Tensor, output_layer: Any, **_: Any) -> Tensor:
+            logprobs, is_counted = self._logprobs(hidden_states, output_layer, columns, micro)
+            return torch.stack([logprobs, is_counted.to(logprobs.dtype)])
 
-        given = chunk.module.embedding(self._embeddings.of(micro), hidden)
         parts = chunk(
             micro.tokens[None],
             micro.positions[None],
             None,
-            decoder_input=given,
+            decoder_input=self._input(chunk.module, hidden, micro),
             packed_seq_params=packed,
             output_processor=read,
         )
-        logprobs, _ = joined(parts.unbind(), micro, draft.groups.cp)
+        logprobs, counted = joined(parts.unbind(), micro, draft.groups.cp)
         (-self._weight * logprobs.sum()).backward()
         self._sums = self._sums.to(logprobs.device)
-        self._sums += torch.stack([-logprobs.detach().double().sum(), self._sums.new_tensor(float(len(logprobs)))])
+        self._sums += torch.stack([-logprobs.detach().double().sum(), counted.double().sum()])
+
+    @property
+    def _role(self) -> Role:
+        assert self._draft is not None
+        return self._draft
+
+    def _counted(self, batch: RolloutBatch) -> Tensor:
+        """Return [T] bool: the tokens that are to be predicted, wherever in their row they are."""
+        return batch.response_mask
+
+    def _input(self, module: Any, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """Return what the draft's decoder reads, given what the actor's gives."""
+        given: Tensor = module.embedding(self._embeddings.of(micro), hidden)
+        return given
+
+    def _logprobs(self, hidden: Tensor, output_layer: Any, columns: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return (logprobs [m] of sampled tokens, whether each counts), given what the draft's decoder gives."""
+        logprobs = self._role.output(hidden, self._embeddings, columns, micro)[0]
+        return logprobs, torch.ones_like(logprobs)
 
     def take_step(self) -> dict[str, Tensor]:
         """See Beside: the loss, the norm of its gradient, the learning rate, and whether the step was skipped."""

@@ -24,9 +24,9 @@ class TokenEmbeddings:
         sequence_parallel: whether each tensor-parallel rank has those of its own tokens.
     """
 
-    def __init__(self, actor: Role) -> None:
-        """Set up, on every rank of the actor."""
-        shard = actor.shard
+    def __init__(self, actor: Role, plain: bool = False) -> None:
+        """Set up, on every rank of the actor; ``plain``: as in the table, without factors, and of first tokens too."""
+        shard, self._plain = actor.shard, plain
         self.sequence_parallel = shard.config.sequence_parallel
         self._tensor_group, self._stages = shard.groups.tp, shard.groups.pp
         self._embedding: Any = None
@@ -67,7 +67,11 @@ class TokenEmbeddings:
 
     @torch.no_grad()
     def of(self, micro: MicroBatch) -> Tensor:
-        """Return [t, 1, hidden]: of this rank's tokens; of each row's first 0, as in vLLM."""
+        """Return [t, 1, hidden]: of this rank's tokens; of each row's first 0, as in vLLM, or ``plain``."""
+        if self._plain:
+            # Not by a call of the module, whose hook multiplies with the model's factor.
+            plain: Tensor = self._embedding.forward(micro.tokens[None], micro.positions[None])
+            return plain
         embeddings: Tensor = self._embedding(micro.tokens[None], micro.positions[None])
         positions = micro.positions
         if self.sequence_parallel:

@@ -19,10 +19,11 @@ from rlhf_megatron.checkpoint.saved_role import EXPERTS, ROWS_OF_ATTENTION, Save
 from rlhf_megatron.checkpoint.storage import TensorFile, partial_folder, write_tensors
 from rlhf_megatron.errors import CheckpointError, ForeignCheckpoint
 from rlhf_megatron.models.architecture import LayerKind, read_architecture
-from rlhf_megatron.models.description import Experts, SharedExpert, stored_form
+from rlhf_megatron.models.description import Experts, SharedExpert
 from rlhf_megatron.models.lora import Adaptation, adapter_layout
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.models.rope import Llama3Scaling, LongScaling, Rope, YarnScaling
+from rlhf_megatron.models.stored_form import stored_form
 from rlhf_megatron.models.weight_map import megatron_blocks
 from rlhf_megatron.recipe import LoraSection
 from rlhf_megatron.regather.shard_specs import parameter_shapes

@@ -57,6 +57,10 @@ _MODULES = {
     "youtu": "youtu",
 }
 
+# Models that draft for another one, which no config.json calls so: they are read by ``draft_heads``.
+_DRAFTS = {"eagle3_head": "eagle3_head"}
+
+MODEL_TYPES = tuple(_MODULES)
 FAMILIES: dict[str, Family] = {
-    model_type: importlib.import_module(f"{__name__}.{module}").FAMILY for model_type, module in _MODULES.items()
+    name: importlib.import_module(f"{__name__}.{module}").FAMILY for name, module in (_MODULES | _DRAFTS).items()
 }
