@@ -291,9 +291,10 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
     companions = Companions(model) if model else companions_of_run(checkpoint)
     state = roles[role]
     if role == DRAFT:
-        raise UserError(f"--role: {DRAFT} is a layer of the actor's model, and written with it; leave --role out")
+        raise UserError(f"--role: {DRAFT} is written with the actor, or by the run's exports; leave --role out")
     architecture = read_architecture(companions.model).with_head(head_of(state))
-    layer = architecture.prediction_model() if DRAFT in roles and role == "actor" else None
+    predicts = role == "actor" and roles.get(DRAFT, {}).get("architecture", {}).get("head") == "prediction"
+    layer = architecture.prediction_model() if predicts else None
     with contextlib.ExitStack() as stack:
         all_files = [stack.enter_context(TensorFile(checkpoint / file.name)) for file in manifest.files]
         files = files_of_role(state, all_files)
@@ -310,7 +311,7 @@ def checkpoint_to_hf(checkpoint: Path, output: Path, dtype: str, role: str, mode
                 write_peft(output, tracked, architecture, adaptation, str(companions.model))
             else:
                 stored = export_form(companions, architecture).stored(tracked)
-                kind, predicts = getattr(torch, dtype), layer is not None
+                kind = getattr(torch, dtype)
                 write_checkpoint(output, companions, stored, kind, head=architecture.head, predicts=predicts)
         except NotFiniteError as error:
             raise UserError(f"{checkpoint}: {role}: {error}; take an older checkpoint") from error

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from rlhf_megatron.checkpoint.hugging_face import export_adapters, export_weights
 from rlhf_megatron.durable import partial_of, take_name, tidy
-from rlhf_megatron.models.hf_export import companions_of
+from rlhf_megatron.models.hf_export import Companions, companions_of
 from rlhf_megatron.models.lora import Adaptation
 from rlhf_megatron.recipe import Recipe, UserError
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.roles.placed import JoinedWeights, PlacedRole
 from rlhf_megatron.runtime.finite import NotFiniteError
 from rlhf_megatron.runtime.run_context import RunContext
@@ -23,6 +24,7 @@ from rlhf_megatron.topology.exchange import by_rank
 from rlhf_megatron.untrusted import reason_of
 
 ADAPTER_FOLDER = "adapter"  # of an export, in PEFT's format
+HEAD_FOLDER = "draft_head"  # of an export, a head that drafts, in EAGLE-3's published form
 # Seconds between attempts to write what nothing else has: half an hour in all.
 _PAUSES = (5, 10, 20, 40, 75, 150, 300, 300, 300, 600)
 
@@ -48,6 +50,8 @@ class Exports:
         """
         self._context, self._recipe, self._actor = context, context.recipe, actor
         self._layer: PlacedRole | None = None
+        self._head: PlacedRole | None = None
+        self._companions_of_head: Companions | None = None
         recipe = context.recipe
         self._companions = companions_of(recipe.model.path, recipe.model.tokenizer, recipe.data.chat_template)
         self._writer = min(actor.ranks)  # of what is not weights
@@ -58,9 +62,14 @@ class Exports:
             except OSError as error:
                 raise UserError(f"{folder}: cannot be cleared up ({reason_of(error)}); move it away") from error
 
-    def add_layer(self, layer: PlacedRole) -> None:
-        """Have exports of the actor hold its layer for multi-token prediction."""
-        self._layer = layer
+    def add_draft(self, draft: PlacedRole, folder: Path | None) -> None:
+        """Have exports of the actor hold what drafts for it: its layer for multi-token prediction, or in a folder of
+        its own a head, whose config.json is in ``folder`` and whose files, if it has some, in its recipe's."""
+        if folder is None:
+            self._layer = draft
+            return
+        own = self._recipe.roles[DRAFT].weights_folder
+        self._head, self._companions_of_head = draft, Companions(Path(own) if own else folder)
 
     def write_between(self, step: int) -> None:
         """Write the actor after a step that others follow; where that fails there is a warning, and the run goes on.
@@ -79,18 +88,22 @@ class Exports:
         The folder gets its name when all of it is on disk.
         """
         folder, lora = self._context.folder.export(step), self._recipe.actor.lora
-        parts = partial_of(folder) if lora else folder
+        has_parts = lora is not None or self._head is not None
+        parts = partial_of(folder) if has_parts else folder
         try:
             self._write_weights(parts)
             if lora:
                 self._write_adapters(parts / ADAPTER_FOLDER, Adaptation.of(lora))
+            if self._head:
+                self._write_head(parts / HEAD_FOLDER, self._head)
+            if has_parts:
                 by_rank(self._writer, lambda: take_name(parts, folder))
         except OSError as error:
-            if lora and dist.get_rank() == self._writer:
+            if has_parts and dist.get_rank() == self._writer:
                 shutil.rmtree(parts, ignore_errors=True)  # what a failure has left takes room
             return str(error)
         except NotFiniteError as error:
-            if lora and dist.get_rank() == self._writer:
+            if has_parts and dist.get_rank() == self._writer:
                 shutil.rmtree(parts, ignore_errors=True)
             raise NotFiniteError(
                 f"step {step}: the actor is not finite, and not exported: {error}; lower "
@@ -112,6 +125,12 @@ class Exports:
             self._context.device,
             layer=layer.architecture if layer else None,
         )
+
+    def _write_head(self, folder: Path, head: PlacedRole) -> None:
+        assert self._companions_of_head is not None
+        dtype, sources = getattr(torch, self._recipe.model.dtype), head.weights.shard_spec()
+        parameters, companions = head.weights.parameters(), self._companions_of_head
+        export_weights(folder, companions, head.architecture, sources, parameters, dtype, self._context.device)
 
     def _write_adapters(self, folder: Path, adaptation: Adaptation) -> None:
         actor, base = self._actor, self._recipe.model.path

@@ -68,7 +68,7 @@ class WeightSync:
         why_copied = recipe.why_weights_are_copied
         parameters = {} if why_copied else actor.weights.parameters()
         shared = shareable(plan, parameters) if parameters else {}
-        self.engine = build_engine(context, replica, shared)
+        self.engine = build_engine(context, replica, shared, draft)
         if learned is not None:
             blocks = learned[replica.ranks.index(context.rank) % layout.tensor] if self.engine else None
             names = list(self.engine.parameters()) if self.engine else []
@@ -146,9 +146,13 @@ class WeightSync:
             self._peers.close()
 
 
-def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor]) -> RolloutEngine | None:
-    """Build this rank's engine, whose ``shared`` parameters are the actor's memory; collective over the world."""
+def build_engine(
+    context: RunContext[RLRecipe], replica: Replica, shared: Mapping[str, Tensor], draft: PlacedRole | None
+) -> RolloutEngine | None:
+    """Build this rank's engine, whose ``shared`` parameters are the actor's memory, and for which ``draft`` drafts;
+    collective over the world."""
     recipe, section, engine = context.recipe, context.recipe.rollout, None
+    has_head = draft is not None and draft.architecture.head == "draft"
     with context.phase("engine"):
         # To vLLM a replica is the whole world: it makes groups for all ranks that it sees, most of them of one rank.
         with world_of_their_own(replica.own_ranks):
@@ -162,6 +166,7 @@ def build_engine(context: RunContext[RLRecipe], replica: Replica, shared: Mappin
                     shared=shared,
                     records_experts=recipe.algorithm.replays_experts,
                     language=wrapped_language(recipe.model.path),
+                    draft_model=str(context.folder.draft_head) if has_head else None,
                 )
         dist.barrier()  # engines compile at different speeds, and the wait for the slowest is the engines' time
     return engine

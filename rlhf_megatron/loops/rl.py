@@ -15,6 +15,7 @@ from rlhf_megatron.data.row_numbers import RowNumbers
 from rlhf_megatron.evaluation.held_out import headline_mean, held_out_metrics
 from rlhf_megatron.evaluation.history import History
 from rlhf_megatron.generation.batch_source import BatchSource, Collector
+from rlhf_megatron.generation.draft_sync import draft_vocabulary, head_folder
 from rlhf_megatron.generation.generated_groups import make_scorer
 from rlhf_megatron.generation.judge_building import build_judge
 from rlhf_megatron.generation.judge_verdicts import Judge
@@ -26,10 +27,12 @@ from rlhf_megatron.generation.weight_sync import WeightSync
 from rlhf_megatron.loops.schedule import evaluation_is_due, export_is_due, is_last, save_is_due
 from rlhf_megatron.loops.team_sync import sync_teams
 from rlhf_megatron.loops.training_run import LoopResult, TrainingRun
+from rlhf_megatron.models.architecture import Head
 from rlhf_megatron.models.choice_shape import choice_shape
 from rlhf_megatron.recipe import RLRecipe, judge_ranks
 from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.roles.beside import Beside
+from rlhf_megatron.roles.head_learning import HeadLearning
 from rlhf_megatron.roles.learning import (
     Learners,
     Lesson,
@@ -51,7 +54,7 @@ def run_rl(run: TrainingRun[RLRecipe], worker: RolloutWorker | None = None) -> L
     """Train the actor by the recipe's algorithm. The rollout's ``worker`` is made here unless it is given."""
     context, recipe, recorder = run.context, run.recipe, run.recorder
     draft = make_draft(run)
-    roles = Learners(run.actor, make_reference(run), make_critic(run), learner_beside(run.actor, draft))
+    roles = Learners(run.actor, make_reference(run), make_critic(run), learner_beside(recipe, run.actor, draft))
     worker = worker or make_rollout_worker(run, draft)
     weight_sync = worker.weight_sync
     batches = BatchSource(context, Collector(context, worker, run.data.train, run.architecture.vocabulary), weight_sync)
@@ -158,16 +161,20 @@ def make_draft(run: TrainingRun[RLRecipe]) -> PlacedRole | None:
     section, updates = run.recipe.roles.get(DRAFT), run.recipe.learning_steps * run.recipe.batch.updates_per_step
     if section is None:
         return None
-    draft = run.roles.build(DRAFT, section, section.learns_by, updates, "prediction")
-    run.exports.add_layer(draft)
+    head: Head = "prediction" if run.recipe.predicts else "draft"
+    draft = run.roles.build(DRAFT, section, section.learns_by, updates, head)
+    run.exports.add_draft(draft, head_folder(run.context, draft.architecture))
     return draft
 
 
-def learner_beside(actor: PlacedRole, draft: PlacedRole | None) -> Beside | None:
+def learner_beside(recipe: RLRecipe, actor: PlacedRole, draft: PlacedRole | None) -> Beside | None:
     """Return what has the draft learn in the actor's passes, on the actor's ranks; None where nothing does."""
     if draft is None or not draft.learns or actor.local is None:
         return None
-    return PredictionLearning(actor.local, draft.local)
+    if draft.architecture.head == "prediction":
+        return PredictionLearning(actor.local, draft.local)
+    assert draft.local is not None, "the actor has one stage"
+    return HeadLearning(actor.local, draft.local, draft_vocabulary(recipe, draft.architecture))
 
 
 def make_rollout_worker(run: TrainingRun[RLRecipe], draft: PlacedRole | None = None) -> RolloutWorker:

@@ -9,6 +9,7 @@ import torch
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.data.tokenizer_loading import load_tokenizer
 from rlhf_megatron.models.architecture import Architecture, Head, prediction_layer, read_architecture
+from rlhf_megatron.models.draft_heads import draft_head
 from rlhf_megatron.models.hf_files import CheckpointFiles
 from rlhf_megatron.models.lora import Adaptation
 from rlhf_megatron.models.peft_files import PeftAdapter
@@ -49,15 +50,15 @@ class RoleBuilder:
         """
         context, recipe = self._context, self._context.recipe
         path = section.weights_folder or recipe.model.path
-        architecture = self._architecture if path == recipe.model.path else read_architecture(path)
-        of_head = prediction_layer(architecture, path) if head == "prediction" else architecture.with_head(head)
-        architecture = of_head.for_rows(longest_row(recipe, architecture.max_positions))
+        read = self._read(section, head)
+        architecture = read.for_rows(longest_row(recipe, read.max_positions))
         ranks = role_ranks(recipe, name, context.world_size)
         lora = section.adapters
         with context.phase(name), contextlib.ExitStack() as opened:
             start = PeftAdapter(lora.path, architecture, Adaptation.of(lora)) if lora and lora.path else None
             weights: WeightSource = RandomWeights(architecture, recipe.seed, torch.device(context.device))
-            if not recipe.model.random_weights:  # a bad file that is there is refused before memory is taken
+            is_drawn = recipe.model.random_weights or (head == "draft" and section.weights_folder is None)
+            if not is_drawn:  # a bad file that is there is refused before memory is taken
                 files = CheckpointFiles(path, architecture, recipe.seed if optimizer else None)
                 weights = opened.enter_context(files)
             role = PlacedRole(
@@ -85,6 +86,14 @@ class RoleBuilder:
                     weights.read_once({block.tensor for block in blocks}, self._node)
                 role.load(weights, start, weights.complete if isinstance(weights, CheckpointFiles) else None)
         return role
+
+    def _read(self, section: RoleSection, head: Head) -> Architecture:
+        """Return the architecture of a role; raises ModelError where its folder has none with this head."""
+        own, model = section.weights_folder, self._context.recipe.model.path
+        if head == "draft":
+            return draft_head(self._architecture, own)
+        architecture = self._architecture if own in (None, model) else read_architecture(own)
+        return prediction_layer(architecture, model) if head == "prediction" else architecture.with_head(head)
 
     def build_reward_model(self, section: RewardModelSection, policy_tokenizer: Tokenizer) -> RewardModel:
         """Build the recipe's reward model, which scores what was written in ``policy_tokenizer``, the actor's."""

@@ -74,10 +74,14 @@ def new_head(target: Architecture) -> Architecture:
 
 
 def _complete(head: Architecture, target: Architecture) -> Architecture:
-    """Return a head with what it has of ``target``: how tokens are shared out, and auxiliary layers that it does not
-    name."""
-    layers = head.auxiliary_layers or auxiliary_layers(target.layers)
-    return dataclasses.replace(head, auxiliary_layers=layers, target_cuts_sequences=target.cuts_sequences)
+    """Return a head with what it has of ``target``: how tokens are shared out, as many positions at least, and
+    auxiliary layers that it does not name."""
+    return dataclasses.replace(
+        head,
+        auxiliary_layers=head.auxiliary_layers or auxiliary_layers(target.layers),
+        target_cuts_sequences=target.cuts_sequences,
+        max_positions=max(head.max_positions, target.max_positions),
+    )
 
 
 def auxiliary_layers(layers: int) -> tuple[int, ...]:
@@ -99,6 +103,8 @@ def write_head_config(folder: Path, head: Architecture, source: str | Path | Non
     config = _config_of_new(head) if source is None else read_config(source)
     states = {"eagle_aux_hidden_state_layer_ids": list(head.auxiliary_layers), "use_aux_hidden_state": True}
     config["eagle_config"] = (config.get("eagle_config") or {}) | states
+    config |= {key: states[key] for key in states if key != "use_aux_hidden_state"}  # where vLLM's newer runner looks
+    config["max_position_embeddings"] = head.max_positions  # beyond which vLLM would draft nothing
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -122,6 +128,11 @@ def _config_of_new(head: Architecture) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": head.target_vocabulary,
     }
+
+
+def draft_head(target: Architecture, folder: str | Path | None) -> Architecture:
+    """Return the head in ``folder`` for the model ``target``, a new one without a folder; raises as ``read_head``."""
+    return new_head(target) if folder is None else read_head(folder, target)
 
 
 def check_target_layout(layout: Layout, where: str = "actor") -> None:

@@ -85,6 +85,11 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def draft_head(self) -> Path:
+        """draft_head/: the folder of the config.json by which vLLM makes a head that drafts."""
+        return self.path / "draft_head"
+
+    @property
     def checkpoints(self) -> Path:
         """checkpoints/: the folder of step-N/ and ``latest``."""
         return self.path / "checkpoints"

@@ -14,6 +14,7 @@ from rlhf_megatron.models.architecture import (
     read_architecture,
     read_config,
 )
+from rlhf_megatron.models.draft_heads import draft_head
 from rlhf_megatron.models.families import FAMILIES
 from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.recipe.recipe import Recipe
@@ -89,7 +90,7 @@ def planned_architectures(recipe: Recipe) -> dict[str, Architecture]:
 def _role_architecture(recipe: Recipe, name: str, section: RoleSection, model: Architecture) -> Architecture:
     own = role_folder(recipe, section)
     if name == DRAFT:
-        return prediction_layer(model, planning_folder(recipe))
+        return prediction_layer(model, planning_folder(recipe)) if recipe.predicts else draft_head(model, own)
     scalar = name in ("critic", "reward_model") or isinstance(recipe, RewardModelingRecipe)
     head: Head = "scalar" if scalar else "language"
     return (model if own is None else read_architecture(own)).with_head(head)

@@ -16,6 +16,13 @@ class DraftSection(RoleSection):
 
     optimizer: OptimizerSection | None = None
     """None: it stays as it is."""
+    path: str | None = None
+    """Folder of a head; None: it is a layer of the model's checkpoint, or a new head."""
+
+    @property
+    def weights_folder(self) -> str | None:
+        """See RoleSection."""
+        return self.path
 
     @property
     def learns_by(self) -> OptimizerSection | None:
@@ -26,6 +33,8 @@ class DraftSection(RoleSection):
 def draft_section(actor: ActorSection, speculative: SpeculativeSection) -> DraftSection:
     """Return the section of the role, whose micro-batches are the actor's."""
     whole = {"pipeline": 1, "virtual_pipeline": None, "first_stage_layers": None, "last_stage_layers": None}
+    if speculative.method == "eagle3":  # a head is dense
+        whole |= {"expert": 1, "expert_tensor": None}
     shares_state = speculative.optimizer is not None and speculative.optimizer.distributed
     return DraftSection.model_construct(
         ranks=actor.ranks,
@@ -37,4 +46,5 @@ def draft_section(actor: ActorSection, speculative: SpeculativeSection) -> Draft
         offload=actor.offload if shares_state else actor.offload.model_copy(update={"streamed_optimizer": 0.0}),
         transformer_implementation=actor.transformer_implementation,
         optimizer=speculative.optimizer,
+        path=speculative.path,
     )

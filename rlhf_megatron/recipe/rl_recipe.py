@@ -334,6 +334,11 @@ class RLRecipe(RolloutRecipe):
         speculative = self.rollout.speculative
         if speculative is None or not speculative.learns:
             return
+        if speculative.method == "eagle3" and self.actor.layout.pipeline > 1:
+            raise ValueError(
+                f"actor.layout.pipeline={self.actor.layout.pipeline}: a head that drafts and learns reads states of "
+                "several layers, which must be on one rank (rollout.speculative); use tensor, expert or context"
+            )
         if self.actor.shared_prompts:
             raise ValueError(
                 "rollout.speculative.optimizer: the token behind a prompt that rows share differs from row to row "

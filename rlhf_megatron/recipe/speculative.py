@@ -26,6 +26,10 @@ class SpeculativeSection(Section):
     synthetic_acceptance_length: float | None = Field(default=None, ge=1)
     """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
 
+    path: str | None = None
+    """eagle3: folder of a head in its published form, or name on the hub; default: a new head."""
+    revision: str | None = None
+    """As model.revision."""
     optimizer: OptimizerSection | None = None
     """eagle3, mtp: trains the model that drafts on the actor's rows; default: it stays as it is."""
 
@@ -43,6 +47,10 @@ class SpeculativeSection(Section):
     def _a_model_learns(self) -> SpeculativeSection:
         if self.optimizer is not None and not self.has_draft_model:
             raise ValueError(f"optimizer: method={self.method} drafts without a model that could learn; leave it out")
+        if self.path is not None and self.method != "eagle3":
+            raise ValueError(f"path: method={self.method} has no head; leave it out, or set method to eagle3")
+        if self.method == "eagle3" and self.path is None and self.optimizer is None:
+            raise ValueError("method=eagle3: a new head is random until it learns; give path, optimizer or both")
         return self
 
     @model_validator(mode="after")

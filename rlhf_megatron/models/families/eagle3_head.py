@@ -148,9 +148,12 @@ def _auxiliary_layers(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
             raise ModelError(
                 f"{shown(path)}: {field}.{shown(key, 80)} is {brief(value)}, which this version does not know"
             )
-    layers = (given or {}).get(_AUXILIARY)
-    if layers is None:
+    named = [each[_AUXILIARY] for each in (given or {}, config) if each.get(_AUXILIARY) is not None]
+    if not named:
         return ()
+    layers = named[0]
+    if layers != named[-1]:
+        raise ModelError(f"{shown(path)}: {_AUXILIARY} and that of {field} differ, and are one field; remove one")
     numbers = isinstance(layers, list) and 0 < len(layers) <= 2**10 and all(type(n) is int and n >= 0 for n in layers)
     if not numbers or layers != sorted(set(layers)):  # vLLM hands hidden states on in the order of the layers
         raise unsupported(
@@ -189,7 +192,7 @@ def _blocks(a: Architecture, slots: Iterable[Slot], parts: int, part: int, *, re
 FAMILY = Eagle3Head(
     "Llama",
     FamilyFields(
-        read=frozenset({"draft_vocab_size", "eagle_config", "num_aux_hidden_states", "target_hidden_size"}),
+        read=frozenset({"draft_vocab_size", "eagle_config", _AUXILIARY, "num_aux_hidden_states", "target_hidden_size"}),
         only=NO_ATTENTION_BIAS
         | {
             "fc_norm": False,
