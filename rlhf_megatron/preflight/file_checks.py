@@ -42,6 +42,7 @@ from rlhf_megatron.planning.model_folders import has_config, planned_architectur
 from rlhf_megatron.preflight import machine
 from rlhf_megatron.preflight.check import Check, run_check
 from rlhf_megatron.recipe import MultiTurnSection, Recipe, RLRecipe
+from rlhf_megatron.recipe.drafting import DRAFT
 from rlhf_megatron.rewards.rules import RULES, ScoreItem, judging_rule
 from rlhf_megatron.rewards.sandbox.probe import probe
 from rlhf_megatron.rewards.score import Scorer
@@ -95,12 +96,17 @@ def models_checks(recipe: Recipe) -> list[Check]:
         folders["judge"] = recipe.judge.path
     own = {name: folder for name, folder in folders.items() if folder not in (None, recipe.model.path)}
     missing = [
-        Check("models", "fail", f"{name}.path: there is no {folder}/config.json", "download the model")
+        Check("models", "fail", f"{_key(name)}.path: there is no {folder}/config.json", "download the model")
         for name, folder in own.items()
         if not has_config(str(folder))
     ]
     unread = [] if recipe.model.random_weights else _missing_weights({"model": recipe.model.path} | own)
     return [*missing, *unread] or [Check("models", "ok", f"those of {', '.join(['actor', *own])}")]
+
+
+def _key(role: str) -> str:
+    """Return the recipe's section that names a role's folder."""
+    return "rollout.speculative" if role == DRAFT else role
 
 
 def _missing_weights(folders: Mapping[str, str | None]) -> list[Check]:
@@ -113,11 +119,12 @@ def _missing_weights(folders: Mapping[str, str | None]) -> list[Check]:
         try:
             files = set(located_tensors(Path(folder)).values())
         except ModelError as error:
-            checks.append(Check("models", "warn", f"{name}.path: {error}"))
+            checks.append(Check("models", "warn", f"{_key(name)}.path: {error}"))
             continue
         absent = sorted(file.name for file in files if not file.exists())
         if absent:
-            seen = f"{name}.path: {folder} lacks {len(absent)} of {len(files)} files of weights, such as {absent[0]}"
+            lacking = f"{len(absent)} of {len(files)} files of weights, such as {absent[0]}"
+            seen = f"{_key(name)}.path: {folder} lacks {lacking}"
             checks.append(Check("models", "warn", shown(seen), "download them before the run"))
     return checks
 

@@ -42,6 +42,7 @@ _FOLDERS = (
     ("critic", "path"),
     ("reward_model", "path"),
     ("reward_model", "tokenizer"),
+    ("rollout.speculative", "path"),
     ("judge", "path"),
     ("judge", "tokenizer"),
 )
@@ -89,8 +90,25 @@ def with_folders(
                 "another repository or revision"
             )
         values.setdefault(section, {})[key] = str(folder)
-    sections = dict(recipe)
-    return recipe.model_copy(update={name: sections[name].model_copy(update=given) for name, given in values.items()})
+    return _with_values(recipe, values)
+
+
+def _section(recipe: Recipe, name: str) -> Any:
+    """Return a section, perhaps one within another; None where the recipe has none."""
+    found: Any = recipe
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _with_values(recipe: _Recipe, values: Mapping[str, Mapping[str, Any]]) -> _Recipe:
+    """Return the recipe with other values of keys, by section."""
+    for name, given in values.items():
+        outer, _, inner = name.partition(".")
+        section = _section(recipe, outer)
+        update = {inner: _section(recipe, name).model_copy(update=given)} if inner else given
+        recipe = recipe.model_copy(update={outer: section.model_copy(update=update)})
+    return recipe
 
 
 def planned(recipe: _Recipe) -> _Recipe:
@@ -106,12 +124,12 @@ def planned(recipe: _Recipe) -> _Recipe:
 
 def with_names(recipe: _Recipe, named: Recipe) -> _Recipe:
     """Return a recipe whose keys that take a folder are those of ``named``: of ``planned`` before it was planned."""
-    sections, given = dict(recipe), dict(named)
     values: dict[str, dict[str, Any]] = {}
     for name, key in (*_FOLDERS, ("model", "config")):
-        if sections.get(name) is not None and key in dict(given.get(name) or ()):
-            values.setdefault(name, {})[key] = dict(given[name])[key]
-    return recipe.model_copy(update={name: sections[name].model_copy(update=each) for name, each in values.items()})
+        given = dict(_section(named, name) or ())
+        if _section(recipe, name) is not None and key in given:
+            values.setdefault(name, {})[key] = given[key]
+    return _with_values(recipe, values)
 
 
 def with_run_folders(recipe: _Recipe, run: Path, saved: Callable[[], Commits], is_whole: bool = False) -> _Recipe:
@@ -180,9 +198,8 @@ def _record(run: Path, commits: Commits) -> Commits:
 
 def _places(recipe: Recipe) -> Iterator[_Place]:
     """Yield the keys of a recipe that have names; raises RecipeError for a revision of what is none."""
-    sections = dict(recipe)
     for name, key in _FOLDERS:
-        values = dict(sections.get(name) or ())
+        values = dict(_section(recipe, name) or ())
         value, revision = values.get(key), values.get("revision") if key == "path" else None
         if value is not None and is_hub_name(value):
             yield _Place(name, key, Repository(value, revision or DEFAULT_REVISION, f"{name}.{key}"))

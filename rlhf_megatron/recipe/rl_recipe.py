@@ -332,6 +332,10 @@ class RLRecipe(RolloutRecipe):
     def _check_draft(self) -> None:
         """Refuse a model that drafts where it could not learn beside the actor."""
         speculative = self.rollout.speculative
+        if speculative and speculative.method == "eagle3" and not (speculative.path or speculative.learns):
+            raise ValueError(
+                "rollout.speculative.method=eagle3: a new head is random until it learns; give path, optimizer or both"
+            )
         if speculative is None or not speculative.learns:
             return
         if speculative.method == "eagle3" and self.actor.layout.pipeline > 1:

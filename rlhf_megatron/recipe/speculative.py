@@ -49,8 +49,6 @@ class SpeculativeSection(Section):
             raise ValueError(f"optimizer: method={self.method} drafts without a model that could learn; leave it out")
         if self.path is not None and self.method != "eagle3":
             raise ValueError(f"path: method={self.method} has no head; leave it out, or set method to eagle3")
-        if self.method == "eagle3" and self.path is None and self.optimizer is None:
-            raise ValueError("method=eagle3: a new head is random until it learns; give path, optimizer or both")
         return self
 
     @model_validator(mode="after")

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from hugging_face import row_logprobs
+from hugging_face import make_model, row_logprobs
 from next_token_layers import LAYERS, NextTokenLayer, make_model_with_layer
 from parallel.ranks import run_ranks
 from repeating_head import DRAFTED_TOKENS
 from rlhf_megatron.compat.vllm import internals
 from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
 from rlhf_megatron.errors import RolloutError
+from rlhf_megatron.models.architecture import read_architecture
+from rlhf_megatron.models.draft_heads import new_head, write_head_config
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Request, Sampling
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
@@ -52,6 +54,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def proposals(served: Served) -> Any:
     return internals.model_runner(served.engine._engine).drafter.propose
+
+
+@without_gpu
+def test_a_model_without_states_for_heads_is_refused(tmp_path: Path) -> None:
+    model, head = make_model(tmp_path / "model", "olmoe", tied=False), tmp_path / "head"
+    write_head_config(head, new_head(read_architecture(model)))
+    (refusal,) = run_ranks(refused, 1, {"model": str(model), "head": str(head)})
+    assert refusal.startswith("rollout.speculative.method=eagle3: vLLM hands no hidden states of this model to a head")
+
+
+def refused(model: str, head: str) -> str:
+    """Return why there is no engine with this head."""
+    prepare_environment()
+    from rlhf_megatron.rollout.engine_registry import make_engine
+
+    section = RolloutSection.model_validate({"max_response_length": 8, "speculative": {"method": "eagle3"}})
+    with pytest.raises(RolloutError) as refusal:
+        make_engine(model, section, "float32", 8, seed=1, draft_model=head)
+    return str(refusal.value)
 
 
 @without_gpu

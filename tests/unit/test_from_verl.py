@@ -563,6 +563,11 @@ def test_speculative_decoding_without_weights_is_translated(tmp_path: Path, caps
     recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, f"{key}.method=eagle3")
     assert recipe.rollout.speculative is None
     assert "speculative_config.method=eagle3: drafts are text" in err
+    words = (f"{key}.method=eagle3", f"{key}.model=/heads/one", f"{key}.num_speculative_tokens=4")
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *words)
+    section = recipe.rollout.speculative
+    assert section is not None and (section.method, section.path) == ("eagle3", "/heads/one")
+    assert "speculative_config" not in err
 
 
 def test_a_layer_that_drafts_is_translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,6 +224,18 @@ def test_weights_of_roles_may_still_come_but_not_those_of_a_judge_or_for_a_prefl
     assert all((Path(folder) / last).exists() for folder in whole.stdout.split()[:2])
 
 
+def test_a_head_that_drafts_has_a_name_too(server: HubServer, tmp_path: Path) -> None:
+    recipe, home = recipe_file(tmp_path), tmp_path / "hf"
+    for name in ("tiny", "other", "head"):
+        server.add(f"models/me/{name}", FILES, FILES)
+    head = "rollout.speculative={method: eagle3, path: me/head}"
+    tells = RUN.replace("print(recipe.model.path,", "print(recipe.rollout.speculative.path,")
+    begun = ask(server, home, tells, str(recipe), str(tmp_path / "named"), head)
+    assert begun.returncode == 0, begun.stderr
+    assert (Path(begun.stdout.split()[0]) / "model.safetensors.index.json").exists()
+    assert "models--me--head" in begun.stdout.split()[0]
+
+
 def test_a_run_waits_for_a_hub_that_is_away(server: HubServer, tmp_path: Path) -> None:
     recipe, home = recipe_file(tmp_path), tmp_path / "hf"
     server.add("models/me/tiny", FILES)

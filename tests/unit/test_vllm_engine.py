@@ -248,6 +248,7 @@ def test_memory_that_is_not_there_when_the_engine_starts_is_told_in_one_line(
     assert str(refusal).startswith(line) and "\n" not in str(refusal)
     assert refusal is not None and is_transient(refusal) is may_pass
     assert refusal_of(AssertionError("something that nobody knows"), 99) is None
+    assert refusal_of(RuntimeError("something that nobody knows"), 99) is None
 
 
 def test_the_environment_is_prepared_without_torch_and_keeps_what_the_user_set() -> None:

@@ -261,14 +261,18 @@ def put_precision(command: Command, tree: Tree, key: str, narrow: tuple[str, ...
 def put_speculation(command: Command, tree: Tree) -> None:
     """Put vLLM's speculative decoding, which verl hands on, or that by the model's own layer."""
     key = f"{ROLLOUT}.engine_kwargs.vllm.speculative_config"
-    method = command.take(f"{key}.method")
+    method, head = command.take(f"{key}.method"), command.take(f"{key}.model")
     count, match = command.count(f"{key}.num_speculative_tokens"), command.count(f"{key}.prompt_lookup_min")
     if method in ("ngram", "suffix"):
         tree.put("rollout.speculative.method", method)
         tree.put("rollout.speculative.num_speculative_tokens", count)
         tree.put("rollout.speculative.match", match)
+    elif method == "eagle3" and head:
+        tree.put("rollout.speculative.method", method)
+        tree.put("rollout.speculative.path", head)
+        tree.put("rollout.speculative.num_speculative_tokens", count)
     elif method is not None:
-        command.remark(f"{key}.method", "drafts are text that was sampled before, or of model.mtp; there are none")
+        command.remark(f"{key}.method", "drafts are text, or those of eagle3 or model.mtp; there are none")
     put_prediction(command, tree)
 
 

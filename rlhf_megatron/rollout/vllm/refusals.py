@@ -12,9 +12,14 @@ class MemoryTaken(RolloutError):
     is_transient = True
 
 
-def refusal_of(error: ValueError | AssertionError, max_length: int) -> RolloutError | None:
-    """Say what the recipe can do about an error of vLLM's start; None for an assertion of unknown cause."""
+def refusal_of(error: ValueError | AssertionError | RuntimeError, max_length: int) -> RolloutError | None:
+    """Say what the recipe can do about an error of vLLM's start; None for one of unknown cause that is no
+    ValueError."""
     text = one_line(error)
+    if "EAGLE3" in text and "support" in text:
+        return RolloutError(
+            "rollout.speculative.method=eagle3: vLLM hands no hidden states of this model to a head; use suffix"
+        )
     if "Error in memory profiling" in text:
         return MemoryTaken(
             "rollout: another process has given memory of this GPU back while vLLM measured what is free; keep others "
@@ -25,7 +30,7 @@ def refusal_of(error: ValueError | AssertionError, max_length: int) -> RolloutEr
             f"rollout: another process has taken memory that vLLM was to have ({text[:200]}); keep others off the "
             "GPUs of the run, or lower rollout.gpu_memory_utilization or rollout.kv_cache_gb"
         )
-    return None if isinstance(error, AssertionError) else RolloutError(_settings_refused(text, max_length))
+    return RolloutError(_settings_refused(text, max_length)) if isinstance(error, ValueError) else None
 
 
 def _settings_refused(text: str, max_length: int) -> str:
