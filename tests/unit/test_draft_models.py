@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hugging_face import row_logprobs
+from hugging_face import make_model, row_logprobs
 from next_token_layers import LAYERS, NextTokenLayer, make_model_with_layer
 from parallel.ranks import run_ranks
 from repeating_head import DRAFTED_TOKENS
@@ -22,6 +22,7 @@ from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Request, Sampling
+from rlhf_megatron.rollout.engine_registry import make_engine
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from served_model import SAMPLED, VOCABULARY, Served, greedy_tokens, prompts, requests_for, tokens_of
@@ -166,10 +167,18 @@ def test_a_head_is_needed_and_stays_in_full_precision() -> None:
         )
 
 
+@without_gpu
+def test_a_model_without_a_layer_for_further_tokens_is_refused(tmp_path: Path) -> None:
+    prepare_environment()
+    section = RolloutSection.model_validate({"max_response_length": 4, "speculative": {"method": "mtp"}})
+    with pytest.raises(
+        RolloutError, match=r"^rollout\.speculative\.method: vLLM has no model that drafts for this one"
+    ):
+        make_engine(str(make_model(tmp_path)), section, "float32", 8, seed=1)
+
+
 def drafts_of_layer(folder: str, recycles_normed: bool) -> dict[str, Any]:
     """Return what a layer of vLLM's has drafted in a generation, and torch of the same; run on a rank of its own."""
-    from rlhf_megatron.rollout.engine_registry import make_engine
-
     settings = {"max_response_length": 16, "max_num_seqs": 6, "speculative": {"method": "mtp", "max_running": 3}}
     section = RolloutSection.model_validate(settings)
     engine = make_engine(folder, section, "float32", 40, seed=1, load_format="auto")

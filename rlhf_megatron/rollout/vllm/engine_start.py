@@ -90,7 +90,7 @@ def make_llm(arguments: dict[str, Any], section: RolloutSection, shared: Mapping
             llm = LLM(**arguments)
         except RolloutError:
             raise
-        except (ValueError, AssertionError) as error:
+        except (ValueError, AssertionError, RuntimeError) as error:
             refusal = refusal_of(error, max_length)
             if refusal is None:
                 raise

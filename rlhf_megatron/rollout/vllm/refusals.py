@@ -12,8 +12,8 @@ class MemoryTaken(RolloutError):
     is_transient = True
 
 
-def refusal_of(error: ValueError | AssertionError, max_length: int) -> RolloutError | None:
-    """Say what the recipe can do about an error of vLLM's start; None for an assertion of unknown cause."""
+def refusal_of(error: ValueError | AssertionError | RuntimeError, max_length: int) -> RolloutError | None:
+    """Say what the recipe can do about an error of vLLM's start; None for one of unknown cause, but ValueErrors."""
     text = one_line(error)
     if "Error in memory profiling" in text:
         return MemoryTaken(
@@ -25,7 +25,11 @@ def refusal_of(error: ValueError | AssertionError, max_length: int) -> RolloutEr
             f"rollout: another process has taken memory that vLLM was to have ({text[:200]}); keep others off the "
             "GPUs of the run, or lower rollout.gpu_memory_utilization or rollout.kv_cache_gb"
         )
-    return None if isinstance(error, AssertionError) else RolloutError(_settings_refused(text, max_length))
+    if any(known in text for known in ("Unsupported speculative method", "not support EAGLE3 interface")):
+        return RolloutError(
+            f"rollout.speculative.method: vLLM has no model that drafts for this one ({text[:200]}); use suffix"
+        )
+    return RolloutError(_settings_refused(text, max_length)) if isinstance(error, ValueError) else None
 
 
 def _settings_refused(text: str, max_length: int) -> str:
