@@ -17,13 +17,11 @@ from triton.backends import backends
 from triton.runtime import interpreter
 
 PROMPT, LENGTH, ROWS = [5, 6, 7, 8] * 4, 10, 4
-# What drafts; the last two for fewer sequences than run at first, and for a benchmark.
+# What drafts; the last for a benchmark.
 CASES: dict[str, dict[str, Any] | None] = {
     "without": None,
-    "ngram": {"method": "ngram", "match": 1},
     "suffix": {"method": "suffix", "match": 1, "num_speculative_tokens": 2},
     "head": {"method": "eagle3"},
-    "head of few": {"method": "eagle3", "max_running": 2},
     "benchmark": {"method": "suffix", "synthetic_acceptance_length": 2.0},
 }
 
@@ -112,7 +110,8 @@ def main() -> None:
         results = {name: generate(str(model), str(head), speculative) for name, speculative in CASES.items()}
         layer = make_model_with_layer(Path(folder) / "layer", "glm4_moe")
         drafts, reference = drafts_of_layer(str(layer)), NextTokenLayer(layer, recycles_normed=False)
-        assert len(drafts) > 5 and [draft for _, draft in drafts] == [reference.draft(of, 3) for of, _ in drafts]
+        assert [draft for _, draft in drafts] == [reference.draft(of, 3) for of, _ in drafts]
+        assert len(drafts) > 5 and all(len(of) >= len(PROMPT) + 4 for of, _ in drafts), "few run"
     plain = results["without"][0]
     for name, (completions, record) in results.items():
         if name == "benchmark":
@@ -123,8 +122,6 @@ def main() -> None:
         np.testing.assert_allclose(*logprobs, atol=1e-4)
         assert (record.accepted_tokens > 0) == (name != "without"), (name, record)
         assert record.accepted_tokens <= record.drafted_tokens, record
-    drafted = {name: record.drafted_tokens for name, (_, record) in results.items()}
-    assert 0 < drafted["head of few"] < drafted["head"], drafted
 
 
 if __name__ == "__main__":

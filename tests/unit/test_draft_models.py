@@ -20,10 +20,9 @@ from repeating_head import DRAFTED_TOKENS
 from rlhf_megatron.compat.vllm import internals
 from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
 from rlhf_megatron.errors import RolloutError
-from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.models.draft_heads import new_head, write_head_config
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Request, Sampling
+from rlhf_megatron.rollout.engine_registry import make_engine
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from served_model import SAMPLED, VOCABULARY, Served, greedy_tokens, prompts, requests_for, tokens_of
@@ -54,25 +53,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def proposals(served: Served) -> Any:
     return internals.model_runner(served.engine._engine).drafter.propose
-
-
-@without_gpu
-def test_a_model_without_states_for_heads_is_refused(tmp_path: Path) -> None:
-    model, head = make_model(tmp_path / "model", "olmoe", tied=False), tmp_path / "head"
-    write_head_config(head, new_head(read_architecture(model)))
-    (refusal,) = run_ranks(refused, 1, {"model": str(model), "head": str(head)})
-    assert refusal.startswith("rollout.speculative.method=eagle3: vLLM hands no hidden states of this model to a head")
-
-
-def refused(model: str, head: str) -> str:
-    """Return why there is no engine with this head."""
-    prepare_environment()
-    from rlhf_megatron.rollout.engine_registry import make_engine
-
-    section = RolloutSection.model_validate({"max_response_length": 8, "speculative": {"method": "eagle3"}})
-    with pytest.raises(RolloutError) as refusal:
-        make_engine(model, section, "float32", 8, seed=1, draft_model=head)
-    return str(refusal.value)
 
 
 @without_gpu
@@ -187,10 +167,18 @@ def test_a_head_is_needed_and_stays_in_full_precision() -> None:
         )
 
 
+@without_gpu
+def test_a_model_without_a_layer_for_further_tokens_is_refused(tmp_path: Path) -> None:
+    prepare_environment()
+    section = RolloutSection.model_validate({"max_response_length": 4, "speculative": {"method": "mtp"}})
+    with pytest.raises(
+        RolloutError, match=r"^rollout\.speculative\.method: vLLM has no model that drafts for this one"
+    ):
+        make_engine(str(make_model(tmp_path)), section, "float32", 8, seed=1)
+
+
 def drafts_of_layer(folder: str, recycles_normed: bool) -> dict[str, Any]:
     """Return what a layer of vLLM's has drafted in a generation, and torch of the same; run on a rank of its own."""
-    from rlhf_megatron.rollout.engine_registry import make_engine
-
     settings = {"max_response_length": 16, "max_num_seqs": 6, "speculative": {"method": "mtp", "max_running": 3}}
     section = RolloutSection.model_validate(settings)
     engine = make_engine(folder, section, "float32", 40, seed=1, load_format="auto")

@@ -13,13 +13,8 @@ class MemoryTaken(RolloutError):
 
 
 def refusal_of(error: ValueError | AssertionError | RuntimeError, max_length: int) -> RolloutError | None:
-    """Say what the recipe can do about an error of vLLM's start; None for one of unknown cause that is no
-    ValueError."""
+    """Say what the recipe can do about an error of vLLM's start; None for one of unknown cause, but ValueErrors."""
     text = one_line(error)
-    if "EAGLE3" in text and "support" in text:
-        return RolloutError(
-            "rollout.speculative.method=eagle3: vLLM hands no hidden states of this model to a head; use suffix"
-        )
     if "Error in memory profiling" in text:
         return MemoryTaken(
             "rollout: another process has given memory of this GPU back while vLLM measured what is free; keep others "
@@ -29,6 +24,10 @@ def refusal_of(error: ValueError | AssertionError | RuntimeError, max_length: in
         return MemoryTaken(
             f"rollout: another process has taken memory that vLLM was to have ({text[:200]}); keep others off the "
             "GPUs of the run, or lower rollout.gpu_memory_utilization or rollout.kv_cache_gb"
+        )
+    if any(known in text for known in ("Unsupported speculative method", "not support EAGLE3 interface")):
+        return RolloutError(
+            f"rollout.speculative.method: vLLM has no model that drafts for this one ({text[:200]}); use suffix"
         )
     return RolloutError(_settings_refused(text, max_length)) if isinstance(error, ValueError) else None
 
