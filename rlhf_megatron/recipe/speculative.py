@@ -15,23 +15,23 @@ class SpeculativeSection(Section):
     same."""
 
     method: Literal["ngram", "suffix", "eagle3", "mtp"] = "suffix"
-    """ngram: drafts from a response and its prompt; suffix: also from its group, now and an epoch ago; eagle3, mtp: by
-    a head, or the checkpoint's layer."""
+    """Drafts of text, from the response and its prompt (ngram) or its group's too (suffix); of the checkpoint's layer
+    (mtp), or of a head (eagle3)."""
     num_speculative_tokens: int = Field(default=3, gt=0, le=64)
     """Longest draft."""
     match: int = Field(default=3, gt=0, le=64)
-    """Draft what followed the last so many tokens (ngram, suffix)."""
+    """Draft what followed the last so many tokens."""
     max_running: int = Field(default=32, gt=0, le=2**16)
     """Draft while a replica runs at most so many sequences."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1)
     """For benchmarks: accepted tokens per step and sequence; samples are wrong."""
 
     path: str | None = None
-    """eagle3: folder of a head in its published form, or name on the hub; default: a new head."""
+    """eagle3: a head's folder, or name on the hub; default: a new one."""
     revision: str | None = None
     """As model.revision."""
     optimizer: OptimizerSection | None = None
-    """eagle3, mtp: trains the model that drafts on the actor's rows; default: it stays as it is."""
+    """mtp, eagle3: trains what drafts; default: frozen."""
 
     @property
     def has_draft_model(self) -> bool:
