@@ -1,4 +1,4 @@
-"""Whether drawn tokens have a distribution."""
+"""Tests of whether drawn tokens have a distribution."""
 
 from __future__ import annotations
 

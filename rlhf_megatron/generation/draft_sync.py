@@ -54,7 +54,7 @@ def draft_vocabulary(recipe: RLRecipe, head: Architecture) -> DraftVocabulary:
 
 
 class DraftSync:
-    """What brings the weights of the model that drafts into the engine; every call is collective over the world."""
+    """Weight sync of the model that drafts; every call is collective over the world."""
 
     def __init__(self, context: RunContext[RLRecipe], replica: Replica, actor: PlacedRole, draft: PlacedRole) -> None:
         """Find out how vLLM lays the model out, before there is an engine."""

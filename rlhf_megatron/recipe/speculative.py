@@ -35,12 +35,12 @@ class SpeculativeSection(Section):
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether a model drafts, whose weights are written as the policy's are."""
+        """True if a model drafts, whose weights are written as the policy's are."""
         return self.method in ("eagle3", "mtp")
 
     @property
     def learns(self) -> bool:
-        """Whether that model is trained."""
+        """True if that model is trained."""
         return self.has_draft_model and self.optimizer is not None
 
     @model_validator(mode="after")

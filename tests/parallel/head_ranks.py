@@ -1,4 +1,4 @@
-"""What the ranks of the tests of heads in EAGLE-3's form run: an actor, and a head beside it."""
+"""Ranks of the tests of heads in EAGLE-3's form: an actor, and a head beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of prediction layers run: an actor, and its layer beside it."""
+"""Ranks of the tests of prediction layers: an actor, and its layer beside it."""
 
 from __future__ import annotations
 

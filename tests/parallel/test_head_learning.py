@@ -56,7 +56,7 @@ def make_folders(home: Path, name: str) -> tuple[Path, Path]:
 
 
 def arguments(name: str, folders: tuple[Path, Path], **section: Any) -> dict[str, Any]:
-    """Return what a launch is told of a case, which writes its head beside where it was."""
+    """Return the arguments of a case in a launch, which writes its head beside where it was."""
     model, head = folders
     return {
         "model": str(model),

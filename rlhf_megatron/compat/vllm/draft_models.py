@@ -28,7 +28,7 @@ def heads_have_output_layers() -> None:
 
 
 class KeptBuffers:
-    """What a model that drafts has beside its weights, such as tables of angles, while vLLM sleeps.
+    """Buffers of a model that drafts beside its weights, such as tables of angles, while vLLM sleeps.
 
     Where weights are dropped, vLLM before 0.32 keeps those of the policy alone.
     """

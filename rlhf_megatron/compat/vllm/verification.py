@@ -1,4 +1,4 @@
-"""What both of vLLM's model runners do with drafts: take no more than there is room for, and verify by comparison.
+"""Drafts in both of vLLM's model runners: no more than there is room for, and verified by comparison.
 
 vLLM verifies drafts by rejection sampling with a request's generator or with noise of its own, so what a seed samples
 depends on the drafts. Here a token is drawn as without drafts, by noise of seed and position (``seeded_draw``), and a
