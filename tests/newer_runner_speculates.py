@@ -96,9 +96,9 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent))
     stand_in_for_a_backend()
     from hugging_face import make_model
-    from next_token_layers import NextTokenLayer, make_model_with_layer
     from repeating_head import make_head
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+    from small_predictions import PredictionReference, make_predicting_model
 
     prepare_environment()
     from rlhf_megatron.compat.vllm import newer_speculation
@@ -108,8 +108,8 @@ def main() -> None:
         model = make_model(Path(folder) / "model")
         head = make_head(Path(folder) / "head", model)
         results = {name: generate(str(model), str(head), speculative) for name, speculative in CASES.items()}
-        layer = make_model_with_layer(Path(folder) / "layer", "glm4_moe")
-        drafts, reference = drafts_of_layer(str(layer)), NextTokenLayer(layer, recycles_normed=False)
+        layer = make_predicting_model(Path(folder) / "layer", "glm4_moe", scale=0.3, copies=True, tied=False)
+        drafts, reference = drafts_of_layer(str(layer)), PredictionReference(layer)
         assert [draft for _, draft in drafts] == [reference.draft(of, 3) for of, _ in drafts]
         assert len(drafts) > 5 and all(len(of) >= len(PROMPT) + 4 for of, _ in drafts), "few run"
     plain = results["without"][0]

@@ -48,8 +48,7 @@ def make_files(folder: Path, family: str) -> None:
     # Of sizes that vLLM's attention has.
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
     sizes = {"hidden_size": 128, **({"head_dim": 32} if family == "glm4_moe" else latent)}
-    made, _ = make_predicting_model(folder / "made", family, tied=False, vocabulary=vocabulary, **sizes)
-    shutil.move(made, folder / "model")
+    make_predicting_model(folder / "model", family, layers=2, tied=False, vocabulary=vocabulary, **sizes)
     for file in (folder / "small").iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             shutil.copy(file, folder / "model" / file.name)

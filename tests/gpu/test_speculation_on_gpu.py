@@ -10,10 +10,10 @@ import torch
 
 from gpu.devices import skip_without_gpus
 from hugging_face import make_model
-from next_token_layers import make_model_with_layer
 from parallel.queue_ranks import MAX_PROMPT, MAX_RESPONSE, sampling
 from parallel.ranks import run_ranks
 from repeating_head import make_head
+from small_predictions import make_predicting_model
 
 ROWS = 32
 TEXT = {"match": 1, "max_running": 16}
@@ -133,4 +133,7 @@ def test_a_head_drafts_as_before_after_a_sleep(tmp_path: Path) -> None:
     [("glm4_moe", {}), ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64})],
 )
 def test_tokens_are_those_without_drafts_of_a_layer(family: str, fields: dict[str, int], tmp_path: Path) -> None:
-    check(make_model_with_layer(tmp_path, family, **fields), {"method": "mtp", "max_running": 16})
+    check(
+        make_predicting_model(tmp_path, family, scale=0.3, copies=True, tied=False, **fields),
+        {"method": "mtp", "max_running": 16},
+    )

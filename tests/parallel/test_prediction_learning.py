@@ -33,13 +33,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_are_those_of_torch(name: str, family: str, tmp_path: Path) -> None:
     layout, rows = LAYOUTS[name], list(random_rows(7, VOCABULARY))
-    model, whole = make_predicting_model(tmp_path, family, layers=4, tied=False, vocabulary=VOCABULARY)
+    model = make_predicting_model(tmp_path / "model", family, tied=False, vocabulary=VOCABULARY)
     given = {"model": str(model), "layout": layout, "rows": rows, "optimizer": OPTIMIZER, "steps": STEPS}
     given["section"] = STREAMED if "streamed" in name else {}
     by_rank = run_ranks(predict, Layout(**layout).size, given | {"exported": str(tmp_path / "exported")})
     assert all(metrics == by_rank[0] for metrics in by_rank)
 
-    reference = PredictionReference(model, whole)
+    reference = PredictionReference(model)
     learned = reference.learned()
     optimizer = torch.optim.AdamW(
         learned, lr=OPTIMIZER["learning_rate"], eps=OPTIMIZER["epsilon"], betas=(0.9, 0.999), weight_decay=0.0

@@ -284,7 +284,7 @@ class Learner:
         self.logprobs, self.fields = logprobs, []
 
     def update(
-        self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Any, outputs: Tensor | None
+        self, batch: RolloutBatch, fields: dict[str, Tensor], objective: Any, outputs: Tensor | None, beside: Any
     ) -> dict[str, float]:
         leaf = self.logprobs[batch.tokens].requires_grad_()
         mask = batch.response_mask

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hugging_face import make_model, row_logprobs
-from next_token_layers import LAYERS, NextTokenLayer, make_model_with_layer
 from parallel.ranks import run_ranks
 from repeating_head import DRAFTED_TOKENS
 from rlhf_megatron.compat.vllm import internals
@@ -26,6 +25,7 @@ from rlhf_megatron.rollout.engine_registry import make_engine
 from rlhf_megatron.rollout.vllm.engine_arguments import engine_arguments
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 from served_model import SAMPLED, VOCABULARY, Served, greedy_tokens, prompts, requests_for, tokens_of
+from small_predictions import PredictionReference, make_predicting_model
 from statistics_of_draws import chi_square_z
 
 without_gpu = pytest.mark.skipif(has_gpu(), reason="float32 on vLLM's CPU kernels; here vLLM would take the GPU")
@@ -198,7 +198,7 @@ def drafts_of_layer(folder: str, recycles_normed: bool) -> dict[str, Any]:
     # The first have no drafts, while six run; those after them are as of a layer that has seen all tokens.
     asked = [Request(row, [*PROMPT, 20 + row], 70 + row, row, max_tokens=4 if row < 3 else 16) for row in range(6)]
     completions = engine.generate(asked, Sampling(1.0, 1.0, -1, 16, ()))
-    reference = NextTokenLayer(Path(folder), recycles_normed)
+    reference = PredictionReference(Path(folder), recycles_normed)
     return {
         "lengths": [len(completion.token_ids) for completion in completions],
         "drafted": [draft for _, draft in drafts],
@@ -218,11 +218,11 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 def test_a_layer_drafts_what_torch_computes_of_it(
     family: str, fields: dict[str, int], recycles_normed: bool, tmp_path: Path
 ) -> None:
-    folder = make_model_with_layer(tmp_path, family, **fields)
+    folder = make_predicting_model(tmp_path, family, scale=0.3, copies=True, tied=False, **fields)
     [result] = run_ranks(drafts_of_layer, 1, {"folder": str(folder), "recycles_normed": recycles_normed})
     assert result["lengths"] == [4] * 3 + [16] * 3
     assert result["drafted"] == result["expected"]
     assert len({tuple(draft) for draft in result["drafted"]}) > 20
-    assert all(name.startswith(f"model.layers.{LAYERS}.") for name in result["names"])
-    assert f"model.layers.{LAYERS}.eh_proj.weight" in result["names"]
+    assert all(name.startswith("model.layers.4.") for name in result["names"])
+    assert "model.layers.4.eh_proj.weight" in result["names"]
     assert not [name for name in result["names"] if "shared_head.head" in name]

@@ -41,13 +41,13 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(4)}, folder / "model.safetensors")
     architecture = read_architecture(folder)
-    assert architecture.prediction_layers == 1 and "num_nextn_predict_layers=1" in architecture.notes[0]
+    assert architecture.prediction_layers == 1 and "num_nextn_predict_layers=1" in architecture.notes(predicts=False)[0]
     with CheckpointFiles(folder, architecture):
         pass
     write_checkpoint(tmp_path / "exported", Companions(folder), tensors.items(), torch.float32)
     written = json.loads((tmp_path / "exported/config.json").read_text())
     assert {written.get(field, 0) for field in LAYERS_LEFT_OUT} == {0}
-    assert not read_architecture(tmp_path / "exported").notes
+    assert architecture.notes(predicts=True) == () == read_architecture(tmp_path / "exported").notes(predicts=False)
     save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(4)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.layers\.3\.eh_proj\.weight is no tensor of the model"):
         CheckpointFiles(folder, architecture)
