@@ -104,6 +104,7 @@ def main() -> None:
     from rlhf_megatron.compat.vllm import newer_speculation
 
     newer_speculation.take_drafts_of_text()
+    newer_speculation.capture_drafting_steps()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         head = make_head(Path(folder) / "head", model)

@@ -7,7 +7,7 @@ The runner draws by noise of seed and position, so only its verification of draf
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,34 @@ def take_drafts_of_text() -> None:
 
     VllmConfig._get_v2_model_runner_unsupported_features = unsupported_but_ours
     model_runner.init_speculator = init_speculator
+
+
+@patch(
+    *PACKAGES,
+    **KNOWN,
+    why="vLLM 0.25 fails as it captures graphs of a model that drafts, where there are no drafts for some numbers of "
+    "sequences: it takes the tokens of a drafting step for those of a verification, less the drafts",
+    upstream="https://github.com/vllm-project/vllm/issues/48494",
+)
+def capture_drafting_steps() -> None:
+    """Have the graphs of steps that draft, which take a token of each sequence, not follow the schedule of drafts."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    init = CudaGraphManager._init_candidates
+
+    def init_candidates(manager: Any) -> None:
+        speculative = manager.vllm_config.speculative_config
+        if speculative is None or manager.decode_query_len > speculative.num_speculative_tokens:
+            init(manager)
+            return
+        schedule = speculative.num_speculative_tokens_per_batch_size
+        speculative.num_speculative_tokens_per_batch_size = None
+        try:
+            init(manager)
+        finally:
+            speculative.num_speculative_tokens_per_batch_size = schedule
+
+    CudaGraphManager._init_candidates = init_candidates
 
 
 def _text_speculator() -> type:
@@ -106,22 +134,28 @@ class HostDrafts:
     def __call__(self) -> Any:
         """Return vLLM's DraftTokenIds for the requests of the last step, after bringing them to the GPU."""
         taken = self._runner.draft_tokens_handler.get_draft_tokens()
-        if len(taken.req_ids) > self.drafts.max_running:
-            taken.draft_token_ids = [[] for _ in taken.req_ids]
-            return taken
-        taken.draft_token_ids = [self._draft(name) for name in taken.req_ids]
-        self._bring(taken.req_ids, taken.draft_token_ids)
+        drafts: dict[str, list[int]] = {}
+        if len(taken.req_ids) <= self.drafts.max_running:
+            drafts = self._drafts({name: self._scheduler.requests.get(name) for name in taken.req_ids})
+        taken.draft_token_ids = [drafts.get(name, []) for name in taken.req_ids]
+        self._bring(drafts)
         return taken
 
-    def _draft(self, name: str) -> list[int]:
-        request = self._scheduler.requests.get(name)
-        if request is None or request.is_finished() or request.is_prefill_chunk:
-            return []
-        return self.drafts.of(name, request.all_token_ids)
+    def _drafts(self, requests: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return a draft for each request that samples, all of full length: a CUDA graph takes rows of one length."""
+        tokens = {
+            name: request.all_token_ids
+            for name, request in requests.items()
+            if request is not None and not request.is_finished() and not request.is_prefill_chunk
+        }
+        drafts = {name: self.drafts.of(name, of_request) for name, of_request in tokens.items()}
+        if not any(drafts.values()):
+            return {}
+        return {name: self.drafts.padded(draft, tokens[name]) for name, draft in drafts.items()}
 
-    def _bring(self, names: Sequence[str], drafts: Sequence[list[int]]) -> None:
+    def _bring(self, drafts: Mapping[str, list[int]]) -> None:
         states = self._runner.req_states
-        drafted = [(states.req_id_to_index[name], draft) for name, draft in zip(names, drafts, strict=True) if draft]
+        drafted = [(states.req_id_to_index[name], draft) for name, draft in drafts.items() if draft]
         if not drafted:
             return
         rows = torch.tensor([row for row, _ in drafted])

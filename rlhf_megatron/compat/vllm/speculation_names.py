@@ -34,6 +34,10 @@ SPECULATION = (
         "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature)",
         "draws of seed and position",
     ),
+    *(
+        PrivateName("vllm.config.speculative", f"SpeculativeConfig.{name}", "when there are drafts")
+        for name in ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+    ),
     # Models that draft (compat.vllm.draft_models).
     PrivateName("vllm.model_executor.models.llama_eagle3", "Eagle3LlamaForCausalLM", "a head's own output layer"),
     *(
@@ -62,6 +66,8 @@ SPECULATION = (
             ("max_model_len", "longest sequence"),
         )
     ),
+    PrivateName(_NEWER + "cudagraph_utils", "CudaGraphManager._init_candidates", "graphs of steps that draft"),
+    PrivateName(_NEWER + "cudagraph_utils", "CudaGraphManager.decode_query_len", "graphs of steps that draft"),
     PrivateName(_NEWER + "states", "RequestState.draft_tokens", "drafts on the GPU"),
     PrivateName(_NEWER + "states", "RequestState.req_id_to_index", "drafts on the GPU"),
     PrivateName(_NEWER + "input_batch", "InputBatch.num_reqs", "sequences of a step"),

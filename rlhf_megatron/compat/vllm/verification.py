@@ -43,8 +43,13 @@ class TextDrafts:
     def of(self, name: str, tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
         """Return the draft of a request that has ``tokens``."""
         draft = self.draft(name, tokens)
-        if self.pads:
-            draft = draft + [int(tokens[-1])] * (self.count - len(draft))
+        return self.padded(draft, tokens) if self.pads else self._within(draft, tokens)
+
+    def padded(self, draft: list[int], tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
+        """Return ``draft`` in full length, with the last of ``tokens`` behind it."""
+        return self._within(draft + [int(tokens[-1])] * (self.count - len(draft)), tokens)
+
+    def _within(self, draft: list[int], tokens: Sequence[int] | NDArray[np.int32]) -> list[int]:
         return draft[: max(self.longest - len(tokens) - 1, 0)]
 
 

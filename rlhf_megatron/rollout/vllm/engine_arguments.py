@@ -85,9 +85,10 @@ def speculative_config(section: SpeculativeSection, draft_model: str | None = No
     """
     if section.method == "eagle3" and draft_model is None:
         raise RolloutError("rollout.speculative.method=eagle3: there is no folder of a head that drafts; give one")
+    count, running = section.num_speculative_tokens, section.max_running
     if section.has_draft_model:
-        return speculation.model_configuration(section.method, section.num_speculative_tokens, draft_model)
-    return speculation.configuration(section.num_speculative_tokens)
+        return speculation.model_configuration(section.method, count, running, draft_model)
+    return speculation.configuration(count, running)
 
 
 def _gpu_memory_share(section: RolloutSection) -> float:

@@ -48,6 +48,7 @@ def starting(on_gpu: bool) -> Iterator[None]:
         else:
             model_runner.take_newer_runner()
             newer_speculation.take_drafts_of_text()
+            newer_speculation.capture_drafting_steps()
             compile_cache.cache_by_device()
         model_inspection.inspect_models_in_this_process()
         language_models.register_language_models()
