@@ -88,6 +88,7 @@ def test_a_layer_that_drafts_learns_and_changes_nothing(tmp_path: Path) -> None:
     assert comparable(resumed)[4] == comparable(steps)[4]
 
 
+@pytest.mark.grid
 def test_a_layer_that_stands_still_is_beside_the_last_of_several_stages(tmp_path: Path) -> None:
     make_files(tmp_path, "deepseek_v3")
     keys = ("steps=1", "rollout.speculative.optimizer=null", "actor.layout.tensor=1", "actor.layout.pipeline=2")
