@@ -47,6 +47,8 @@ class SpeculativeSection(Section):
     def _a_model_learns(self) -> SpeculativeSection:
         if self.optimizer is not None and not self.has_draft_model:
             raise ValueError(f"optimizer: method={self.method} drafts without a model that could learn; leave it out")
+        if self.optimizer is not None and self.optimizer.overlap_grad_reduce:
+            raise ValueError("optimizer.overlap_grad_reduce: what drafts learns in the actor's passes; leave it out")
         if self.path is not None and self.method != "eagle3":
             raise ValueError(f"path: method={self.method} has no head; leave it out, or set method to eagle3")
         return self

@@ -159,7 +159,7 @@ def test_benchmarks_accept_as_many_drafts_as_they_ask_for(served: Served) -> Non
 
 def test_a_head_is_needed_and_stays_in_full_precision() -> None:
     section = RolloutSection.model_validate({"max_response_length": 4, "speculative": {"method": "eagle3"}})
-    with pytest.raises(RolloutError, match=r"method=eagle3: there is no folder of a head"):
+    with pytest.raises(RolloutError, match=r"method=eagle3: heads draft in training alone"):
         engine_arguments(section, "float32", 0, 8, on_gpu=False)
     with pytest.raises(ValueError, match=r"speculative\.method=mtp: with quantization=fp8"):
         RolloutSection.model_validate(

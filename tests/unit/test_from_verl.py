@@ -577,9 +577,11 @@ def test_a_layer_that_drafts_is_translated(tmp_path: Path, capsys: pytest.Captur
     section = recipe.rollout.speculative
     assert section is not None and (section.method, section.num_speculative_tokens) == ("mtp", 2)
     assert not section.learns and "mtp" not in err
-    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *words, f"{key}.enable_train=True")
-    section = recipe.rollout.speculative
-    assert section is not None and section.optimizer == recipe.actor.optimizer
+    overlap = f"+{ACTOR}.megatron.override_ddp_config.overlap_grad_reduce=True"
+    recipe, _, err = translated(tmp_path, capsys, "--rows=640", *MEGATRON, *words, f"{key}.enable_train=True", overlap)
+    section, optimizer = recipe.rollout.speculative, recipe.actor.optimizer
+    assert section is not None and optimizer.overlap_grad_reduce
+    assert section.optimizer == optimizer.model_copy(update={"overlap_grad_reduce": False})
     assert "the layer has a loss and an optimizer of its own" in err
 
 

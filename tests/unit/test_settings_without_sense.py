@@ -60,6 +60,10 @@ REFUSED = [
     (["actor.fp8=blockwise", "cluster.gpu=A100"], "cluster.gpu=A100 is none of H100, H20, H200, H800"),
     ([DRAFTS % "suffix"], "optimizer: method=suffix drafts without a model that could learn"),
     ([DRAFTS % "eagle3", "actor.layout.pipeline=2"], "a head that drafts and learns reads states of several layers"),
+    (
+        ["rollout.speculative={method: mtp, optimizer: {learning_rate: 1e-4, overlap_grad_reduce: true}}"],
+        "optimizer.overlap_grad_reduce: what drafts learns in the actor's passes",
+    ),
     (["rollout.speculative={method: eagle3}"], "a new head is random until it learns"),
     (["rollout.speculative={method: mtp, path: somewhere}"], "method=mtp has no head"),
     ([DRAFTS % "mtp", "actor.shared_prompts=true"], "the token behind a prompt that rows share differs"),

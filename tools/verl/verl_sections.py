@@ -289,7 +289,10 @@ def put_prediction(command: Command, tree: Tree) -> None:
     tree.put("rollout.speculative.method", "mtp")
     tree.put("rollout.speculative.num_speculative_tokens", count)
     if learns:
-        tree.put("rollout.speculative.optimizer", dict(tree["actor"]["optimizer"]))
+        of_actor = tree["actor"]["optimizer"].items()
+        tree.put(
+            "rollout.speculative.optimizer", {key: each for key, each in of_actor if not key.startswith("overlap")}
+        )
         command.remark(f"{key}.enable_train", "the layer has a loss and an optimizer of its own; the decoder has not")
 
 

@@ -84,7 +84,9 @@ def speculative_config(section: SpeculativeSection, draft_model: str | None = No
         RolloutError: the method is that of a head, and there is none.
     """
     if section.method == "eagle3" and draft_model is None:
-        raise RolloutError("rollout.speculative.method=eagle3: there is no folder of a head that drafts; give one")
+        raise RolloutError(
+            "rollout.speculative.method=eagle3: heads draft in training alone; set rollout.speculative=null"
+        )
     count, running = section.num_speculative_tokens, section.max_running
     if section.has_draft_model:
         return speculation.model_configuration(section.method, count, running, draft_model)
