@@ -35,6 +35,7 @@ def predict(
     steps: int,
     exported: str,
     section: dict[str, Any] | None = None,
+    dtype: str = "float32",
 ) -> list[dict[str, float]]:
     """Train the layer for ``steps`` beside an actor that stands still; return the metrics of each, and write both."""
     architecture, of_actor = read_architecture(model), Layout(**layout)
@@ -54,7 +55,7 @@ def predict(
             placed,
             range(dist.get_world_size() - placed.size, dist.get_world_size()),
             ActorSection(**settings, optimizer=its_optimizer),
-            "float32",
+            dtype,
             seed=1,
             optimizer=its_optimizer,
             training_steps=steps,

@@ -29,6 +29,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def learn_by_torch(reference: PredictionReference, rows: list[Any]) -> tuple[list[float], list[float]]:
+    """Train the layer for all steps; return the loss and the norm of the gradient of each."""
+    learned, losses, norms = reference.learned(), [], []
+    optimizer = torch.optim.AdamW(
+        learned, lr=OPTIMIZER["learning_rate"], eps=OPTIMIZER["epsilon"], betas=(0.9, 0.999), weight_decay=0.0
+    )
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = -torch.cat([reference.row_logprobs(p, r) for p, r in zip(*rows, strict=True)]).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(learned, CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
 # Sampled in ``make test``; the others are the grid's.
 SAMPLED = {
     ("one rank", "deepseek_v3"),
@@ -57,19 +73,10 @@ def test_steps_are_those_of_torch(name: str, family: str, tmp_path: Path) -> Non
     assert all(metrics == by_rank[0] for metrics in by_rank)
 
     reference = PredictionReference(model)
-    learned = reference.learned()
-    optimizer = torch.optim.AdamW(
-        learned, lr=OPTIMIZER["learning_rate"], eps=OPTIMIZER["epsilon"], betas=(0.9, 0.999), weight_decay=0.0
-    )
-    for metrics in by_rank[0]:
-        optimizer.zero_grad()
-        loss = -torch.cat([reference.row_logprobs(p, r) for p, r in zip(*rows, strict=True)]).mean()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(learned, CLIP)
-        optimizer.step()
-        assert metrics["draft_loss"] == pytest.approx(float(loss), abs=1e-5)
-        assert metrics["draft_grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-        assert metrics["draft_skipped"] == 0
+    losses, norms = learn_by_torch(reference, rows)
+    assert [metrics["draft_loss"] for metrics in by_rank[0]] == pytest.approx(losses, abs=1e-5)
+    assert [metrics["draft_grad_norm"] for metrics in by_rank[0]] == pytest.approx(norms, rel=1e-5)
+    assert all(metrics["draft_skipped"] == 0 for metrics in by_rank[0])
     written = stored_tensors(tmp_path / "exported")
     expected = reference.tensors(tmp_path / "learned")
     assert written.keys() == expected.keys()
