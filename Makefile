@@ -10,9 +10,9 @@ PYTEST = $(PYTHON) -P -m pytest
 PYTEST_WORKERS = $(PYTEST) --durations=10 --numprocesses=3 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 NEWEST = $(abspath .venv-newest)
 # What touches vLLM and transformers.
-ENGINE_TESTS = $(addprefix tests/unit/test_,compat.py absent_names.py engine_contract.py vllm_engine.py speculation.py \
+ENGINE_TESTS = $(addprefix tests/unit/test_,compat.py absent_names.py engine_contract.py vllm_engine.py speculation.py draft_models.py \
 	given_answers.py tools.py chat_template.py tokenizer.py) \
-	$(addprefix tests/parallel/test_,vllm_engine.py regather.py learned_map.py family_rollout.py) \
+	$(addprefix tests/parallel/test_,vllm_engine.py regather.py learned_map.py family_rollout.py draft_ranks.py head_drafts.py) \
 	tests/end_to_end/test_rollout_control.py
 READY = $(if $(filter $(VENV)/bin/python,$(PYTHON)),setup)
 # A folder without Python files is an error to mypy.
