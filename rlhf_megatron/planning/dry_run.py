@@ -133,12 +133,11 @@ def _role_lines(name: str, section: RoleSection, layout: Layout, model: Architec
     shown = " x ".join(f"{key} {value}" for key, value in degrees.items() if value > 1 or key in ("tensor", "data"))
     cut = section.sequence_parallel or model.cuts_sequences
     extras = ", sequence parallel" if cut and layout.tensor > 1 else ""
-    where = f"ranks {_span(0, world)}" if section.ranks == "all" else f"ranks {section.ranks} (counted from 0 below)"
-    if name == DRAFT:
-        where = "the actor's last stage"
-    yield f"{name}: {shown} on {where}{extras}"
     if name == DRAFT:  # whose groups are the actor's
+        yield f"{name}: {shown} on the actor's last stage{extras}"
         return
+    where = _span(0, world) if section.ranks == "all" else f"{section.ranks} (counted from 0 below)"
+    yield f"{name}: {shown} on ranks {where}{extras}"
     # Ranks are numbered tensor first, then context, data, pipeline, which is the order of topology.Layout.
     if layout.tensor > 1:
         yield f"  tensor groups: {_groups(layout.tensor, 1, world)}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from end_to_end.commands import python, torchrun
-from end_to_end.runs import LENGTH_REWARD, TRAIN, make_model, make_sums, steps_of
+from end_to_end.commands import python
+from end_to_end.draft_runs import train, write_recipe
+from end_to_end.runs import TRAIN, make_model, make_sums
 from hugging_face import load_model, stored_tensors
 from rlhf_megatron.monitor.metrics import comparable
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
@@ -18,31 +17,10 @@ from small_predictions import make_predicting_model
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
-RECIPE: dict[str, Any] = {
-    "name": "mtp",
-    "loop": "rl",
-    "steps": 4,
-    "model": {"path": "model", "dtype": "float32"},
-    "data": {"train_files": ["train.parquet"], "max_prompt_length": 64},
-    "batch": {"prompts_per_step": 4, "responses_per_prompt": 4, "minibatch_prompts": 2},
-    "actor": {"tokens_per_gpu": 256, "layout": {"tensor": 2}, "optimizer": {"learning_rate": 1e-4}},
-    "rollout": {
-        "max_response_length": 12,
-        "scheduling": "static",
-        "speculative": {"method": "mtp", "num_speculative_tokens": 2, "optimizer": {"learning_rate": 1e-3}},
-    },
-    "evaluation": {"at_start": False, "at_end": False},
-    "reward": {"function": "reward.py"},
-    "checkpoint": {"save_interval": 2},
-    "regather": {"verify": 2},
-    "monitor": {"plots": False},
-}
-
 
 def make_files(folder: Path, family: str) -> None:
     """Write a model with a prediction layer, its data, a reward and the recipe."""
-    (folder / "reward.py").write_text(LENGTH_REWARD)
-    (folder / "mtp.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(folder, "mtp", 4, method="mtp")
     make_model(folder, layers=1, name="small")  # for its tokenizer
     vocabulary = len(load_model(folder / "small").get_input_embeddings().weight)
     # Of sizes that vLLM's attention has.
@@ -55,20 +33,12 @@ def make_files(folder: Path, family: str) -> None:
     make_sums(folder, 16, "--seed=1")
 
 
-def train(folder: Path, *keys: str) -> dict[int, dict[str, float]]:
-    """Run to the end on two ranks; return the metrics of the steps."""
-    with torchrun(2, TRAIN, "mtp.yaml", *keys, folder=folder) as command:
-        command.finish().check()
-    name = next((key.partition("=")[2] for key in keys if key.startswith("name=")), "mtp")
-    return steps_of(folder / "runs" / name)
-
-
 def test_a_layer_that_drafts_learns_and_changes_nothing(tmp_path: Path) -> None:
     make_files(tmp_path, "glm4_moe")
     plan = python(TRAIN, "mtp.yaml", "--dry-run", "--world=2", folder=tmp_path).check().out
     assert "draft: tensor 2 x data 1 on the actor's last stage" in plan
     of_text = ("rollout.speculative.method=suffix", "rollout.speculative.optimizer=null")
-    steps, plain = train(tmp_path), train(tmp_path, "name=plain", *of_text)
+    steps, plain = train(tmp_path, "mtp"), train(tmp_path, "mtp", "name=plain", *of_text)
     for step, metrics in steps.items():
         assert metrics["train/rollout_logprob_abs_diff_max"] < 1e-4
         assert metrics["train/draft_skipped"] == 0 < metrics["train/draft_grad_norm"]
@@ -84,7 +54,7 @@ def test_a_layer_that_drafts_learns_and_changes_nothing(tmp_path: Path) -> None:
     }  # fmt: skip
 
     shutil.rmtree(tmp_path / "runs/mtp/checkpoints/step-4")
-    resumed = train(tmp_path)
+    resumed = train(tmp_path, "mtp")
     assert comparable(resumed)[4] == comparable(steps)[4]
 
 
@@ -94,7 +64,7 @@ def test_a_layer_that_stands_still_is_beside_the_last_of_several_stages(tmp_path
     keys = ("steps=1", "rollout.speculative.optimizer=null", "actor.layout.tensor=1", "actor.layout.pipeline=2")
     plan = python(TRAIN, "mtp.yaml", *keys, "--dry-run", "--world=2", folder=tmp_path).check().out
     assert "draft: tensor 1 x data 1 on the actor's last stage" in plan
-    metrics = train(tmp_path, *keys)[1]
+    metrics = train(tmp_path, "mtp", *keys)[1]
     assert metrics["train/rollout_logprob_abs_diff_max"] < 1e-4 and "train/draft_loss" not in metrics
     given, exported = stored_tensors(tmp_path / "model"), stored_tensors(tmp_path / "runs/mtp/export/step-1")
     layer = {name for name in given if name.startswith("model.layers.2.")}

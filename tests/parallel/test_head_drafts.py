@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hugging_face import make_model
+from kept_drafts import keep_drafts
 from parallel.ranks import run_ranks
 from small_heads import HeadReference, make_head
 
@@ -71,18 +72,7 @@ def drafts_of_head(model: str, head: str, config: str, tensor: int) -> dict[str,
     with CheckpointFiles(head, description) as files:
         load_blocks(rollout_blocks(description, tensor, dist.get_rank()), parameters, files)
     engine.weights_updated(1)
-    runner = internals.model_runner(engine._engine)  # type: ignore[attr-defined]
-    take, drafts = runner.take_draft_token_ids, []
-
-    def take_and_keep() -> Any:
-        taken = take()
-        for name, draft in zip(taken.req_ids, taken.draft_token_ids, strict=True) if taken else ():
-            request = runner.requests[name]
-            if draft:
-                drafts.append(([*request.prompt_token_ids, *request.output_token_ids], list(draft)))
-        return taken
-
-    runner.take_draft_token_ids = take_and_keep
+    drafts = keep_drafts(internals.model_runner(engine._engine))  # type: ignore[attr-defined]
     asked = [Request(row, [*PROMPT, 20 + row], 70 + row, row) for row in range(3)]
     engine.generate(asked, Sampling(1.0, 1.0, -1, 16, ()))
     return {"drafts": drafts, "drafted": engine.record.drafted_tokens}

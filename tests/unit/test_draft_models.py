@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hugging_face import make_model, row_logprobs
+from kept_drafts import keep_drafts
 from parallel.ranks import run_ranks
 from repeating_head import DRAFTED_TOKENS
 from rlhf_megatron.compat.vllm import internals
@@ -183,18 +184,7 @@ def drafts_of_layer(folder: str, recycles_normed: bool) -> dict[str, Any]:
     section = RolloutSection.model_validate(settings)
     engine = make_engine(folder, section, "float32", 40, seed=1, load_format="auto")
     engine.weights_updated(1)
-    runner = internals.model_runner(engine._engine)  # type: ignore[attr-defined]
-    take, drafts = runner.take_draft_token_ids, []
-
-    def take_and_keep() -> Any:
-        taken = take()
-        for name, draft in zip(taken.req_ids, taken.draft_token_ids, strict=True) if taken else ():
-            request = runner.requests[name]
-            if draft:
-                drafts.append(([*request.prompt_token_ids, *request.output_token_ids], draft))
-        return taken
-
-    runner.take_draft_token_ids = take_and_keep
+    drafts = keep_drafts(internals.model_runner(engine._engine))  # type: ignore[attr-defined]
     # The first have no drafts, while six run; those after them are as of a layer that has seen all tokens.
     asked = [Request(row, [*PROMPT, 20 + row], 70 + row, row, max_tokens=4 if row < 3 else 16) for row in range(6)]
     completions = engine.generate(asked, Sampling(1.0, 1.0, -1, 16, ()))
