@@ -2,8 +2,8 @@
 
 Messages need buffers, and wait for each other; a read needs neither. CUDA's interprocess handles stand for whole
 allocations, so each is opened once, and parameters are places in it. When a rank may read, others say by a number that
-they write into its memory, which its stream waits for (cuStreamWriteValue32, cuStreamWaitValue32), or kernels do both
-(``kernels/peer_barrier.py``): some microseconds, where NCCL takes ten times as long.
+they write into its memory, which its stream waits for (cuStreamWriteValue32, cuStreamWaitValue32): some microseconds,
+where NCCL takes ten times as long.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_megatron.kernels.peer_barrier import peer_barrier
 from rlhf_megatron.regather.plan import Copy, RankPlan
 from rlhf_megatron.regather.rounds import split_copy
 from rlhf_megatron.runtime.clocks import host_identity
@@ -26,7 +25,6 @@ from rlhf_megatron.topology.exchange import gather_objects, max_over_ranks
 
 # Pieces in which ranks take turns as sources. One of bfloat16 takes some 6 microseconds of a link.
 _PIECE_ELEMENTS = 1 << 20
-Signals = Literal["stream", "kernel"]
 _SIGNALS = "signals of other ranks"  # among the names of parameters
 
 
@@ -47,7 +45,6 @@ class PeerMemory:
         parameters: for each rank that this one reads from or that reads from it, by name.
         own: where the parameters are that this rank lets others read.
         barrier: has all that is asked of this rank's GPU from now on begin when those ranks have come here too.
-        in_graphs: whether a CUDA graph may contain it.
     """
 
     near: frozenset[int]
@@ -55,20 +52,18 @@ class PeerMemory:
     own: Mapping[str, int]
     barrier: Callable[[], None]
     _opened: list[Any]
-    in_graphs: bool = True
 
     def close(self) -> None:
         """Give the mappings back, before their owners free the memory."""
         _close_all(self._opened)
 
 
-def map_peers(plan: RankPlan, sources: Mapping[str, Tensor], signals: Signals = "stream") -> PeerMemory | None:
+def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | None:
     """Map what ``plan`` receives from ranks of the same host; collective over the world.
 
     ``sources`` are this rank's parameters, which must not move from here on. None, on all ranks alike, where there are
     no GPUs, where nothing would be read, or where one rank cannot map another's memory: GPUs without a link, memory of
-    torch's expandable segments, ranks in containers that may not see each other. ``signals``: by operations of streams,
-    or by a kernel, which starts with the copies and has not run on GPUs yet.
+    torch's expandable segments, ranks in containers that may not see each other.
     """
     hosts = gather_objects(host_identity() if torch.cuda.is_available() else None)
     rank = dist.get_rank()
@@ -91,9 +86,7 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor], signals: Signals = 
     assert parameters is not None
     own = {name: sources[name].data_ptr() for name in wanted}
     theirs = {other: parameters[other][_SIGNALS][rank:] for other in partners}
-    in_graphs = signals == "kernel"
-    barrier = peer_barrier(numbers, rank, theirs) if in_graphs else _stream_barrier(numbers, theirs)
-    return PeerMemory(near, parameters, own, barrier, opened, in_graphs)
+    return PeerMemory(near, parameters, own, _stream_barrier(numbers, theirs), opened)
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from parallel.ranks import run_ranks
 from rlhf_megatron.regather.execute import Regather
-from rlhf_megatron.regather.peer_memory import Signals, map_peers
+from rlhf_megatron.regather.peer_memory import map_peers
 from rlhf_megatron.regather.plan import plan_regather
 from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
 from rlhf_megatron.topology.layout import Layout
@@ -23,9 +22,7 @@ ROUNDS, FOLLOWING = 40, 200
 CYCLES = 30_000_000  # some 20 ms, in which another rank could read or write what it must not
 
 
-def read_in_turns(
-    trainers: int, rollout: Sequence[int], moving: int | None = None, signals: Signals = "stream"
-) -> dict[str, list[list[float]]]:
+def read_in_turns(trainers: int, rollout: Sequence[int], moving: int | None = None) -> dict[str, list[list[float]]]:
     """Return what this rank has after each round, in which rank r writes ``round + r / 10`` everywhere and all read.
 
     The first ranks train, with a tensor parallelism of ``trainers``; each rank of ``rollout`` wants all weights. No CPU
@@ -42,7 +39,7 @@ def read_in_turns(
         {name: torch.zeros(shape, device="cuda") for name, shape in parameter_shapes(side.blocks(rank)).items()}
         for side in (sources, wanted)
     )
-    peers = map_peers(plan, held, signals)
+    peers = map_peers(plan, held)
     assert peers is not None
     regather = Regather(plan, torch.float32, "cuda", peers=peers)
     regather.run(held, targets)  # compiles
@@ -80,12 +77,9 @@ def read_in_turns(
         *("a rank only gives, one only takes, one has nothing", "what moves is of a rank that gives and takes"),
     ],
 )
-@pytest.mark.parametrize("signals", get_args(Signals))
-def test_what_is_read_is_of_the_round(
-    world: int, trainers: int, rollout: list[int], moving: int | None, signals: Signals
-) -> None:
+def test_what_is_read_is_of_the_round(world: int, trainers: int, rollout: list[int], moving: int | None) -> None:
     written = [[round(number + rank / 10, 1) for rank in range(trainers)] for number in range(ROUNDS + FOLLOWING)]
-    arguments = {"trainers": trainers, "rollout": rollout, "moving": moving, "signals": signals}
+    arguments = {"trainers": trainers, "rollout": rollout, "moving": moving}
     results = run_ranks(read_in_turns, world, arguments, timeout=180)
     nothing: list[list[float]] = [[] for _ in written]
     assert [each["found"] for each in results] == [written if rank in rollout else nothing for rank in range(world)]

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.ranks import run_ranks, write_result
-from rlhf_megatron.kernels.peer_barrier import peer_barrier
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
@@ -242,15 +241,13 @@ def peers_by_files(folder: str, plan: RankPlan, sources: ShardSpec) -> tuple[dic
     """Return this rank's parameters, which lie in files, and those of the ranks that it reads from or that read from
     it."""
     a, rank, world = architecture(tied=False), dist.get_rank(), dist.get_world_size()
-    numbers = [torch.from_file(f"{folder}/{r}", shared=True, size=world, dtype=torch.int32) for r in range(world)]
     partners = {copy.source for copy in plan.receives} | {copy.destination for copy in plan.sends}
     parameters = {
         each: in_files(folder, each, shards(sources.blocks(each), checkpoint(a))) for each in (rank, *partners)
     }
     held = parameters.pop(rank)
     own = {copy.source_parameter: held[copy.source_parameter].data_ptr() for copy in plan.sends}
-    barrier = peer_barrier(numbers[rank], rank, {other: numbers[other][rank:] for other in partners})
-    return held, PeerMemory(frozenset(range(world)), parameters, own, barrier, [])
+    return held, PeerMemory(frozenset(range(world)), parameters, own, dist.barrier, [])
 
 
 def in_files(folder: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

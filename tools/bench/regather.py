@@ -16,14 +16,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from launching import run_on_ranks
 from regather_measure import SHAPES, append
 from reports import exit_status, missed_by, model_and_gpus, rows_of, write_report
-
-from rlhf_megatron.regather.peer_memory import Signals
 
 SECONDS_FOR_ONE_MODEL = 75.0
 HELD_TO_TARGETS = ("7B", "32B", "30B-A3B")
@@ -36,9 +34,6 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=ranks, help="numbers of ranks; default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), help="default: all, on a CPU the toys")
     parser.add_argument("--output", type=Path, default=Path("docs/results/regather.json"), help="default: %(default)s")
-    parser.add_argument(
-        "--signals", choices=get_args(Signals), default="stream", help="between GPUs of a host; default: %(default)s"
-    )
     parser.add_argument("--plot", type=Path, help="default: the output's name, as .png")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
@@ -48,7 +43,7 @@ def main() -> int:
     write_report(options.output, {"rows": [row for row in rows if (row["model"], row["gpus"]) not in measured]})
     script = Path(__file__).with_name("regather_measure.py")
     for model, gpus in measured:
-        arguments = [model, str(options.output), options.signals]
+        arguments = [model, str(options.output)]
         failed = run_on_ranks(gpus, script, arguments, SECONDS_FOR_ONE_MODEL)
         if failed:
             append(options.output, {"model": model, "gpus": gpus, "failed": failed})

@@ -25,7 +25,7 @@ from rlhf_megatron.models.architecture import Architecture, ModelError, parse_ar
 from rlhf_megatron.models.weight_map import Block
 from rlhf_megatron.models.weight_source import window
 from rlhf_megatron.regather.execute import Regather
-from rlhf_megatron.regather.peer_memory import Signals, map_peers
+from rlhf_megatron.regather.peer_memory import map_peers
 from rlhf_megatron.regather.plan import RankPlan, ShardSpec, plan_regather
 from rlhf_megatron.regather.shard_specs import parameter_shapes, rollout_shards, trainer_shards
 from rlhf_megatron.topology.layout import Layout
@@ -113,22 +113,22 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(model: str, output: str | None = None, signals: Signals = "stream") -> list[dict[str, Any]]:
+def measure(model: str, output: str | None = None) -> list[dict[str, Any]]:
     """Return the rows of all pairs of layouts that ``model`` fits; every rank calls it, the first writes into
-    ``output``. ``signals``: between GPUs of a host, see ``map_peers``."""
+    ``output``."""
     architecture = parse_architecture(SHAPES[model], model)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     link, copy = link_bandwidth(device), copy_bandwidth(device)
     rows = []
     for case in cases(dist.get_world_size(), architecture.experts is not None):
-        row: dict[str, Any] = {"model": model, "gpus": dist.get_world_size(), "layouts": case.name, "signals": signals}
+        row: dict[str, Any] = {"model": model, "gpus": dist.get_world_size(), "layouts": case.name}
         try:
             architecture.check_layout(case.layout)
             architecture.check_layout(Layout(case.tensor))
         except (ModelError, RecipeError):
             continue  # too few heads for this cut
         try:
-            row |= measure_case(architecture, case, device, link, copy, signals)
+            row |= measure_case(architecture, case, device, link, copy)
         except torch.OutOfMemoryError as error:  # alike on all ranks, which hold equally much
             row["failed"] = str(error).split(". ")[0]
         rows.append(row)
@@ -143,7 +143,7 @@ def measure(model: str, output: str | None = None, signals: Signals = "stream") 
 
 
 def measure_case(
-    architecture: Architecture, case: Case, device: torch.device, link: float, copy: float, signals: Signals = "stream"
+    architecture: Architecture, case: Case, device: torch.device, link: float, copy: float
 ) -> dict[str, Any]:
     """Return times in seconds, the slowest rank's; bytes of the rank that moves most. ``link``, ``copy``: bytes per
     second."""
@@ -161,7 +161,7 @@ def measure_case(
     plan = plan_regather(sources, wanted, rank, hosts=world)
     held = random_shard(sources.blocks(rank), device)
     targets = empty_shard(wanted.blocks(rank), device)
-    row |= measure_regather(plan, held, targets, device, signals)
+    row |= measure_regather(plan, held, targets, device)
     received, sent = plan.bytes_received(DTYPE.itemsize), plan.bytes_sent(DTYPE.itemsize)
     kept = plan.bytes_kept(DTYPE.itemsize)
     row |= {"bytes_received": received, "bytes_local": kept - received, "rollout_bytes": kept}
@@ -184,11 +184,11 @@ def measure_case(
 
 
 def measure_regather(
-    plan: RankPlan, held: Mapping[str, Tensor], targets: Mapping[str, Tensor], device: torch.device, signals: Signals
+    plan: RankPlan, held: Mapping[str, Tensor], targets: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, float]:
     """Return this package's way, checked; and its copies within the rank alone, done by torch."""
     before = _allocated(device)
-    peers = map_peers(plan, held, signals)
+    peers = map_peers(plan, held)
     regather = Regather(plan, DTYPE, device, peers=peers)
     addresses = [tensor.data_ptr() for tensor in targets.values()]
     seconds = timed(lambda: regather.run(held, targets), device, REPEATS)
@@ -314,11 +314,10 @@ def _highest(device: torch.device) -> int:
 
 
 def main() -> None:
-    """Run regather_measure.py MODEL OUTPUT SIGNALS, under torchrun."""
+    """Run regather_measure.py MODEL OUTPUT, under torchrun."""
     join_world(timeout_minutes=1)
     try:
-        model, output, signals = sys.argv[1:]
-        measure(model, output, "kernel" if signals == "kernel" else "stream")
+        measure(sys.argv[1], sys.argv[2])
     finally:
         leave_world()
 
