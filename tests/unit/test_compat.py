@@ -35,6 +35,7 @@ from rlhf_megatron.compat.vllm import (
     older_speculation,
     shared_weights,
     sleeping_memory,
+    steady_steps,
     workspace,
 )
 from rlhf_megatron.compat.vllm import cpu as vllm_cpu
@@ -62,6 +63,7 @@ REPLACEMENTS = (
     older_speculation,
     shared_weights,
     sleeping_memory,
+    steady_steps,
     torch_patches,
     workspace,
 )

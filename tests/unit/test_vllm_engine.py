@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hugging_face import make_model
-from rlhf_megatron.compat.vllm import block_allocation, internals, model_inspection, model_runner
+from rlhf_megatron.compat.vllm import block_allocation, internals, model_inspection, model_runner, steady_steps
 from rlhf_megatron.errors import RolloutError, is_transient
 from rlhf_megatron.recipe import RolloutSection
 from rlhf_megatron.rollout.engine import Completion, Request, Sampling
@@ -58,12 +58,13 @@ def test_more_prompts_than_a_step_takes(served: Served) -> None:
     assert together == [tokens_of(served.engine.generate([request], SAMPLED))[0] for request in asked]
 
 
-def test_the_same_is_sampled_from_the_same_blocks_where_vllm_looks_for_them_at_each_token(
+def test_the_same_is_sampled_from_the_same_blocks_where_all_steps_are_vllms_own(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = requests_for(prompts(9, length=26))  # of a block of 32 tokens: its end comes while they sample
     found, blocks = generate_by_steps(served, asked, monkeypatch)
     monkeypatch.setattr(block_allocation, "only_where_needed", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(steady_steps, "taken_at_once", lambda *_: contextlib.nullcontext())
     of_vllm, blocks_of_vllm = generate_by_steps(served, asked, monkeypatch)
     assert found == of_vllm
     assert blocks == blocks_of_vllm

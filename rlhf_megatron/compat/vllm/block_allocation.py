@@ -28,7 +28,7 @@ def only_where_needed(scheduler: Any) -> Iterator[None]:
     It plans the same steps with the same blocks. In a version that is not known, and for caches that are not of one
     kind that keeps all tokens (where blocks are also freed as a sequence grows), all is vLLM's own.
     """
-    if not is_known(PACKAGES, **KNOWN) or not _keeps_all_tokens(manager := scheduler.kv_cache_manager):
+    if not is_known(PACKAGES, **KNOWN) or not keeps_all_tokens(manager := scheduler.kv_cache_manager):
         yield
         return
     _allocate_where_needed(manager)
@@ -41,7 +41,7 @@ def only_where_needed(scheduler: Any) -> Iterator[None]:
             vars(manager).pop(name, None)  # the class's own are there again
 
 
-def _keeps_all_tokens(manager: Any) -> bool:
+def keeps_all_tokens(manager: Any) -> bool:
     """Say whether there is one kind of cache, in which each token has a slot until its request ends.
 
     A block is also that of one hash: otherwise the end of a prompt is published, and copied, within a block.

@@ -104,6 +104,13 @@ def scheduler(engine: Any) -> Any:
         return engine.engine_core.engine_core.scheduler
 
 
+def request_states(engine: Any) -> dict[str, Any]:
+    """Return what vLLM's output processor has of each request, by vLLM's own names."""
+    with _known_names():
+        states: dict[str, Any] = engine.output_processor.request_states
+    return states
+
+
 def scheduling_limits(engine: Any) -> tuple[int, int, bool]:
     """Return (most sequences at a time, tokens of a cache block, whether prefixes are cached)."""
     with _known_names():

@@ -25,6 +25,7 @@ from rlhf_megatron.compat.vllm import (
     logprobs,
     sleeping_memory,
     speculation,
+    steady_steps,
 )
 from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
 from rlhf_megatron.compat.vllm.verification import Verification
@@ -264,8 +265,12 @@ class VllmEngine:
             lambda group: check_requests(group, sampling, self._max_length, self._vocabulary),
         )
         planner = internals.scheduler(self._engine)
-        as_numbers = logprobs.kept_as_numbers(planner, self._on_gpu)
-        with preserved_random_state(), self._in_use(), as_numbers, block_allocation.only_where_needed(planner):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved_random_state())
+            stack.enter_context(self._in_use())
+            stack.enter_context(logprobs.kept_as_numbers(planner, self._on_gpu))
+            stack.enter_context(block_allocation.only_where_needed(planner))
+            stack.enter_context(steady_steps.taken_at_once(planner, internals.request_states(self._engine)))
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
         if self._speculation:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler plans the same steps with the same blocks, whether it looks for blocks at each token or not.
+"""vLLM's scheduler plans the same steps with the same blocks, and the same comes of them, with ours inside.
 
 Two of vLLM's schedulers get the same requests, one of them with ours inside, and are compared after each step. The
 engine that samples by these steps is in test_vllm_engine.py.
@@ -6,14 +6,16 @@ engine that samples by these steps is in test_vllm_engine.py.
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from scheduling import BLOCK_SIZE, LoneScheduler
 
-from rlhf_megatron.compat.vllm import block_allocation
+from rlhf_megatron.compat.vllm import block_allocation, logprobs, steady_steps
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the configuration is that of vLLM's CPU platform")
@@ -31,6 +33,26 @@ def is_replaced(scheduler: LoneScheduler) -> bool:
     return {"allocate_slots", "cache_blocks"} & vars(scheduler.own.kv_cache_manager).keys() != set()
 
 
+def is_taken_at_once(scheduler: LoneScheduler) -> bool:
+    return "schedule" in vars(scheduler.own)
+
+
+@contextlib.contextmanager
+def ours_in(scheduler: LoneScheduler, at_once: bool) -> Iterator[None]:
+    """Have ours in a scheduler, as an engine has it while it generates."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logprobs.kept_as_numbers(scheduler.own, on_gpu=False))
+        stack.enter_context(block_allocation.only_where_needed(scheduler.own))
+        if at_once:
+            stack.enter_context(steady_steps.taken_at_once(scheduler.own, scheduler.states))
+        yield
+
+
+def state_of(request: Any) -> tuple[Any, ...]:
+    pending = request.num_output_placeholders, getattr(request, "num_in_flight_tokens", 0)
+    return request.request_id, request.num_computed_tokens, request.num_tokens, request.status, *pending
+
+
 def blocks_of(scheduler: LoneScheduler) -> dict[str, Any]:
     """Return where each token is, which blocks others may share, and the blocks that are free, in vLLM's order."""
     manager = scheduler.own.kv_cache_manager
@@ -43,7 +65,11 @@ def blocks_of(scheduler: LoneScheduler) -> dict[str, Any]:
         "hashed": [block.block_id for block in manager.block_pool.blocks if block.block_hash is not None],
         "references": [block.ref_cnt for block in manager.block_pool.blocks],
         "free": free,
-        "running": [(each.request_id, each.num_computed_tokens, each.num_tokens) for each in scheduler.own.running],
+        "running": [state_of(each) for each in scheduler.own.running],
+        "sampled": {
+            name: (list(each.detokenizer.token_ids), list(each.logprobs_processor.logprobs))
+            for name, each in scheduler.states.items()
+        },
         "preempted": {name: each.num_preemptions for name, each in scheduler.own.requests.items()},
     }
 
@@ -51,13 +77,16 @@ def blocks_of(scheduler: LoneScheduler) -> dict[str, Any]:
 def plan_of(planned: Any) -> tuple[Any, ...]:
     cached = planned.scheduled_cached_reqs
     new = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in planned.scheduled_new_reqs]
-    running = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens)
-    return planned.num_scheduled_tokens, new, running, planned.scheduled_spec_decode_tokens, planned.finished_req_ids
+    running = (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens)
+    more = cached.resumed_req_ids, cached.all_token_ids, planned.total_num_scheduled_tokens
+    of_cache = getattr(planned, "num_common_prefix_blocks", None), planned.free_encoder_mm_hashes
+    drafts = planned.scheduled_spec_decode_tokens
+    return planned.num_scheduled_tokens, new, running, more, of_cache, drafts, planned.finished_req_ids
 
 
-def outcome_of(outputs: Any) -> list[tuple[Any, ...]]:
-    of_all = [each for of_client in (outputs or {}).values() for each in of_client.outputs]
-    return [(each.request_id, each.new_token_ids, each.finish_reason) for each in of_all]
+def outcome_of(outputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    samples = [(each.request_id, each.outputs[0]) for each in outputs]
+    return [(name, list(each.token_ids), each.logprobs, each.finish_reason, each.stop_reason) for name, each in samples]
 
 
 def sampled(planned: Any, name: str) -> list[int]:
@@ -71,7 +100,6 @@ def steps(scheduler: LoneScheduler, drafts: int) -> Iterator[tuple[Any, Any, dic
     """Yield what a scheduler plans, what comes out, and its blocks, at each of many steps with the same requests."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.outputs import DraftTokenIds
-    from vllm.v1.request import RequestStatus
 
     own, draws, added = scheduler.own, random.Random(1), 0
     for number in range(STEPS):
@@ -81,7 +109,7 @@ def steps(scheduler: LoneScheduler, drafts: int) -> Iterator[tuple[Any, Any, dic
             scheduler.add(str(added), prompt, draws.randint(1, 120), [STOP])
             added += 1
         if draws.random() < 0.03 and own.requests:
-            own.finish_requests(draws.choice(sorted(own.requests)), RequestStatus.FINISHED_ABORTED)
+            scheduler.abort(draws.choice(sorted(own.requests)))
         if number % 50 in (20, 24):
             own.set_pause_state(PauseState.PAUSED_ALL if number % 50 == 20 else PauseState.UNPAUSED)
         planned, outputs = scheduler.step(sampled)
@@ -94,38 +122,66 @@ def steps(scheduler: LoneScheduler, drafts: int) -> Iterator[tuple[Any, Any, dic
 @pytest.mark.parametrize("caches", [True, False])
 @pytest.mark.parametrize(("ahead", "drafts"), [(True, 0), (False, 3)])
 @pytest.mark.parametrize("windows", [ALL, WINDOW, (*ALL, *WINDOW)])
+@pytest.mark.parametrize("at_once", [True, False])
 def test_the_same_steps_are_planned_with_the_same_blocks(
-    windows: Sequence[int | None], ahead: bool, drafts: int, caches: bool, monkeypatch: pytest.MonkeyPatch
+    at_once: bool,
+    windows: Sequence[int | None],
+    ahead: bool,
+    drafts: int,
+    caches: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     vllm, ours = (LoneScheduler(SEQUENCES, BLOCKS, caches, ahead, 256, windows) for _ in range(2))
-    calls = {id(each.own.kv_cache_manager): 0 for each in (vllm, ours)}
-    kind = type(ours.own.kv_cache_manager)
-    allocate = kind.allocate_slots
-
-    def counted(manager: Any, *arguments: Any, **named: Any) -> Any:
-        calls[id(manager)] += 1
-        return allocate(manager, *arguments, **named)
-
-    monkeypatch.setattr(kind, "allocate_slots", counted)
-    with block_allocation.only_where_needed(ours.own):
+    allocations = counted(type(ours.own.kv_cache_manager), "allocate_slots", monkeypatch)
+    plans = counted(type(ours.own), "schedule", monkeypatch)
+    with ours_in(ours, at_once), logprobs.kept_as_numbers(vllm.own, on_gpu=False):
         assert is_replaced(ours) == (windows == ALL)
-        assert not is_replaced(vllm)
+        assert is_taken_at_once(ours) == (at_once and windows == ALL)
+        assert not is_replaced(vllm) and not is_taken_at_once(vllm)
         preempted = finished = 0
         for expected, found in zip(steps(vllm, drafts), steps(ours, drafts), strict=True):
             assert found == expected
             preempted += sum(found[2]["preempted"].values())
-            finished += sum(reason is not None for *_, reason in found[1])
-    assert not is_replaced(ours)
-    of_vllm, of_ours = calls.values()
+            finished += len(found[1])
+    assert not is_replaced(ours) and not is_taken_at_once(ours)
+    of_vllm, of_ours = allocations[vllm.own.kv_cache_manager], allocations[ours.own.kv_cache_manager]
+    assert plans[vllm.own] == STEPS
     if windows == ALL:
         assert preempted and finished > 10
         assert of_ours < of_vllm / 2
+        assert (plans[ours.own] < STEPS) == at_once
     else:  # blocks are freed as a window moves on, and that is vLLM's own
-        assert of_ours == of_vllm
+        assert of_ours == of_vllm and plans[ours.own] == STEPS
+
+
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_vllm_plans_nothing_while_all_sample(caches: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = LoneScheduler(SEQUENCES, SEQUENCES * 16, caches, ahead, 256)
+    plans = counted(type(scheduler.own), "schedule", monkeypatch)
+    for row in range(SEQUENCES):
+        scheduler.add(str(row), [row + 1] * (row + 3), 200)
+    with ours_in(scheduler, at_once=True):
+        ended = [each for _ in range(210) for each in scheduler.step(sampled)[1]]
+    assert len(ended) == SEQUENCES and all(len(each.outputs[0].token_ids) == 200 for each in ended)
+    assert plans[scheduler.own] < 20  # the prompts, the first tokens, and when nothing is left
+
+
+def counted(kind: type, name: str, monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
+    """Return how often each object's method of a class will have been called."""
+    calls, method = Counter[Any](), getattr(kind, name)
+
+    def called(of: Any, *arguments: Any, **named: Any) -> Any:
+        calls[of] += 1
+        return method(of, *arguments, **named)
+
+    monkeypatch.setattr(kind, name, called)
+    return calls
 
 
 def test_all_is_vllms_own_in_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = LoneScheduler(SEQUENCES, BLOCKS, caches=True)
     monkeypatch.setattr(block_allocation, "KNOWN", {"first": "0.1", "last": "0.2"})
-    with block_allocation.only_where_needed(scheduler.own):
-        assert not is_replaced(scheduler)
+    monkeypatch.setattr(steady_steps, "KNOWN", {"first": "0.1", "last": "0.2"})
+    with ours_in(scheduler, at_once=True):
+        assert not is_replaced(scheduler) and not is_taken_at_once(scheduler)
