@@ -121,7 +121,7 @@ class _Planner:
         if scheduler.reset_preempted_req_ids:
             return None
         chosen = self._chosen(self._before.num_scheduled_tokens)
-        if not chosen:
+        if chosen is None:
             return None
         requests, places, counts = chosen
         new_blocks = self._allocate(requests, places)
@@ -140,7 +140,7 @@ class _Planner:
     def _chosen(self, before: Collection[str]) -> tuple[list[Any], list[int], list[int]] | None:
         """Return requests that sample a token, with how many are computed and how many it has sampled of each.
 
-        None where one is not one of those ``before``, or has more or less to compute than one token.
+        None where there are none, or where one was not planned ``before`` or has more or less to compute than a token.
         """
         requests, places, counts = [], [], []
         for request in self._scheduler.running:
@@ -154,7 +154,7 @@ class _Planner:
             requests.append(request)
             places.append(place)
             counts.append(request.num_output_tokens + pending)
-        return requests, places, counts
+        return (requests, places, counts) if requests else None
 
     def _allocate(self, requests: list[Any], places: list[int]) -> list[Any] | None:
         """Return new blocks of each request, None for none; None and nothing allocated where too few are free."""
