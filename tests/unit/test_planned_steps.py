@@ -41,10 +41,10 @@ def is_taken_at_once(scheduler: LoneScheduler) -> bool:
 def ours_in(scheduler: LoneScheduler, at_once: bool) -> Iterator[None]:
     """Have ours in a scheduler, as an engine has it while it generates."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(logprobs.kept_as_numbers(scheduler.own, on_gpu=False))
         stack.enter_context(block_allocation.only_where_needed(scheduler.own))
         if at_once:
             stack.enter_context(steady_steps.taken_at_once(scheduler.own, scheduler.states))
+        stack.enter_context(logprobs.kept_as_numbers(scheduler.own, on_gpu=False))
         yield
 
 

@@ -193,10 +193,10 @@ def measure(sequences: int, steps: int, caches: bool) -> dict[str, Any]:
             both.append(LoneScheduler(sequences, blocks, caches, tokens=max(length, sequences * PROMPT)))
             for row in range(sequences):  # begun at different places of a block
                 both[-1].add(str(row), [row % 7 + 1] * (PROMPT - row % BLOCK_SIZE), length)
-            stack.enter_context(logprobs.kept_as_numbers(both[-1].own, on_gpu=False))
             if ours:
                 stack.enter_context(block_allocation.only_where_needed(both[-1].own))
                 stack.enter_context(steady_steps.taken_at_once(both[-1].own, both[-1].states))
+            stack.enter_context(logprobs.kept_as_numbers(both[-1].own, on_gpu=False))
         gc.collect()
         gc.freeze()  # as a run's start does
         turns = [[_turn(each) for each in both] for _ in range(steps // TURN + 1)][1:]  # without the prompts'

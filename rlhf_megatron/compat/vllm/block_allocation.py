@@ -58,13 +58,28 @@ def keeps_all_tokens(manager: Any) -> bool:
     return is_full and first.block_size == manager.block_pool.hash_block_size
 
 
+class CacheBlocks:
+    """Blocks of each request in a cache that keeps all tokens, by vLLM's own name of it."""
+
+    def __init__(self, manager: Any) -> None:
+        [kind] = manager.coordinator.single_type_managers
+        self._publishes, self._size = manager.enable_caching, kind.block_size
+        self._blocks, self._published = kind.req_to_blocks, kind.num_cached_block
+
+    def lack(self, name: str, tokens: int) -> bool:
+        """Say whether there is no room for so many ``tokens`` in all."""
+        return tokens > len(self._blocks.get(name, ())) * self._size
+
+    def end(self, name: str, tokens: int) -> bool:
+        """Say whether so many tokens fill a block that others may share and that is not published yet."""
+        return self._publishes and tokens >= (self._published.get(name, 0) + 1) * self._size
+
+
 def _allocate_where_needed(manager: Any) -> None:
     from vllm.v1.request import RequestStatus
 
-    [kind] = manager.coordinator.single_type_managers
-    blocks, published, size = kind.req_to_blocks, kind.num_cached_block, kind.block_size
+    blocks = CacheBlocks(manager)
     allocate, none, running = manager.allocate_slots, manager.empty_kv_cache_blocks, RequestStatus.RUNNING
-    publishes = manager.enable_caching
 
     def allocate_slots(
         request: Any, num_new_tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **named: Any
@@ -73,8 +88,7 @@ def _allocate_where_needed(manager: Any) -> None:
         if num_new_tokens and request.status == running and not arguments and not named:
             name = request.request_id
             tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            has_room = tokens <= len(blocks.get(name, ())) * size
-            if has_room and (not publishes or tokens < (published.get(name, 0) + 1) * size):
+            if not blocks.lack(name, tokens) and not blocks.end(name, tokens):
                 return none
         return allocate(request, num_new_tokens, *arguments, num_lookahead_tokens=num_lookahead_tokens, **named)
 
@@ -82,11 +96,10 @@ def _allocate_where_needed(manager: Any) -> None:
 
 
 def _publish_where_needed(manager: Any) -> None:
-    [kind] = manager.coordinator.single_type_managers
-    published, size, publish = kind.num_cached_block, kind.block_size, manager.cache_blocks
+    blocks, publish = CacheBlocks(manager), manager.cache_blocks
 
     def cache_blocks(request: Any, num_computed_tokens: int) -> None:
-        if num_computed_tokens >= (published.get(request.request_id, 0) + 1) * size:
+        if blocks.end(request.request_id, num_computed_tokens):
             publish(request, num_computed_tokens)
 
     manager.cache_blocks = cache_blocks

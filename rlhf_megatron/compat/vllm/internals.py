@@ -130,8 +130,8 @@ def sampled_tokens(engine: Any) -> dict[str, int]:
 
 def cached_tokens(engine: Any, names: Iterable[str]) -> dict[str, int]:
     """Return how many tokens were found in the cache of those requests that run and have sampled one."""
+    states = request_states(engine)
     with _known_names():
-        states = engine.output_processor.request_states
         of_names = [(name, states[name]) for name in names if name in states]
         return {name: state.num_cached_tokens for name, state in of_names if not state.is_prefilling}
 
@@ -148,17 +148,14 @@ def free_cache_tokens(engine: Any) -> float:
 
 def keep_logprobs_as_numbers(engine: Any, request_id: str) -> None:
     """Have a request collect the logprobs of sampled tokens alone; see ``logprobs``."""
-    with _known_names():
-        engine.output_processor.request_states[request_id].logprobs_processor = SampledLogprobs()
+    request_states(engine)[request_id].logprobs_processor = SampledLogprobs()
 
 
 def partial_outputs(engine: Any) -> Iterator[tuple[str, Any]]:
     """Yield (vLLM's own name, output of what it has sampled) of each request, in the order that they were added."""
     from vllm.v1.engine import FinishReason
 
-    with _known_names():
-        states = list(engine.output_processor.request_states.items())
-    for name, state in states:
+    for name, state in list(request_states(engine).items()):
         with _known_names():
             make_output = state.make_request_output
         yield name, make_output([], None, FinishReason.ABORT, None)
@@ -177,7 +174,7 @@ def abort_all(engine: Any) -> Iterator[Any]:
     """
     for name, output in partial_outputs(engine):
         with _known_names():
-            request_id = engine.output_processor.request_states[name].external_req_id
+            request_id = request_states(engine)[name].external_req_id
         abort(engine, request_id)
         yield output
 

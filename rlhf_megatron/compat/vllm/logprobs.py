@@ -72,13 +72,6 @@ class _StepLogprobsTensor:
         return _StepLogprobs(self.values.tolist(), self.begins)
 
 
-def as_numbers(output: Any) -> None:
-    """Have vLLM's ModelRunnerOutput hold numbers, also that of a runner or sampler that is left as it is."""
-    lists = output.logprobs
-    if lists is not None and not isinstance(lists, _StepLogprobs):
-        output.logprobs = _StepLogprobs(lists.logprobs[:, 0].tolist(), lists.cu_num_generated_tokens)
-
-
 @replacement(
     *PACKAGES,
     **KNOWN,
@@ -91,7 +84,9 @@ def kept_as_numbers(scheduler: Any, on_gpu: bool) -> Iterator[None]:
     update = scheduler.update_from_output
 
     def update_from_output(scheduled: Any, output: Any) -> Any:
-        as_numbers(output)
+        lists = output.logprobs
+        if lists is not None and not isinstance(lists, _StepLogprobs):  # of a runner or sampler that is left as it is
+            output.logprobs = _StepLogprobs(lists.logprobs[:, 0].tolist(), lists.cu_num_generated_tokens)
         return update(scheduled, output)
 
     scheduler.update_from_output = update_from_output

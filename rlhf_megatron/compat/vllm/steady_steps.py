@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_megatron.compat.patches import is_known, replacement
-from rlhf_megatron.compat.vllm.block_allocation import keeps_all_tokens
-from rlhf_megatron.compat.vllm.logprobs import SampledLogprobs, as_numbers
+from rlhf_megatron.compat.vllm.block_allocation import CacheBlocks, keeps_all_tokens
+from rlhf_megatron.compat.vllm.logprobs import SampledLogprobs
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
 
 # Fields of a plan that differ between steady steps; all others are empty in one.
@@ -36,9 +36,9 @@ def taken_at_once(scheduler: Any, states: Mapping[str, Any]) -> Iterator[None]:
     """Have vLLM's ``scheduler`` plan steady steps, and take in what they sample, in one loop each.
 
     It plans the same steps with the same blocks. Tokens and logprobs go straight to ``states``, which vLLM's output
-    processor has of requests and would put them into; requests must have ``SampledLogprobs``. In a version that is not
-    known, with drafts, with connectors, and for caches that are not of one kind that keeps all tokens, all is vLLM's
-    own.
+    processor has of requests and would put them into; requests must have ``SampledLogprobs``, and
+    ``logprobs.kept_as_numbers`` is entered behind this. In a version that is not known, with drafts, with connectors,
+    and for caches that are not of one kind that keeps all tokens, all is vLLM's own.
     """
     if not is_known(PACKAGES, **KNOWN) or not _is_plain(scheduler):
         yield
@@ -48,11 +48,8 @@ def taken_at_once(scheduler: Any, states: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        del scheduler.schedule
-        if taker.replaced is None:
-            del scheduler.update_from_output
-        else:
-            scheduler.update_from_output = taker.replaced
+        for name in ("schedule", "update_from_output"):
+            vars(scheduler).pop(name, None)  # the class's own are there again
 
 
 def _is_plain(scheduler: Any) -> bool:
@@ -63,17 +60,6 @@ def _is_plain(scheduler: Any) -> bool:
     )  # fmt: skip
     has_any = any(getattr(scheduler, each, None) for each in has_parts)
     return not has_any and keeps_all_tokens(scheduler.kv_cache_manager)
-
-
-class _Cache:
-    """What of the cache a step asks: whether a request has room for another token, and whether a block is to be
-    published."""
-
-    def __init__(self, manager: Any) -> None:
-        [kind] = manager.coordinator.single_type_managers
-        self.manager, self.publishes, self.size = manager, manager.enable_caching, kind.block_size
-        self.blocks, self.published = kind.req_to_blocks, kind.num_cached_block
-        self.pool = manager.block_pool
 
 
 def _ahead_of_tokens(scheduler: Any) -> int:
@@ -94,7 +80,10 @@ class _Planner:
     """Plans of steady steps, each made of the one before."""
 
     def __init__(self, scheduler: Any) -> None:
-        self._scheduler, self._cache = scheduler, _Cache(scheduler.kv_cache_manager)
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._blocks, self._unpaused = CacheBlocks(self._manager), PauseState.UNPAUSED
         self._ahead, self._counts_in_flight = _ahead_of_tokens(scheduler), _counts_in_flight()
         self._last_place = scheduler.max_model_len - scheduler.num_sampled_tokens_per_step - 1
         self._vllms = scheduler.schedule
@@ -112,11 +101,9 @@ class _Planner:
 
     def _next(self) -> Any:
         """Return the next plan, or None, and nothing has changed, where it is not steady."""
-        from vllm.v1.core.sched.interface import PauseState
-
-        scheduler, cache = self._scheduler, self._cache
+        scheduler = self._scheduler
         running, waiting = scheduler.get_request_counts()
-        if waiting or running > scheduler.max_num_scheduled_tokens or scheduler.pause_state != PauseState.UNPAUSED:
+        if waiting or running > scheduler.max_num_scheduled_tokens or scheduler.pause_state != self._unpaused:
             return None
         if scheduler.reset_preempted_req_ids:
             return None
@@ -128,7 +115,7 @@ class _Planner:
         if new_blocks is None:
             return None
         scheduler.current_step += 1
-        cache.manager.new_step_starts()
+        self._manager.new_step_starts()
         for request in requests:
             request.num_computed_tokens += 1
             request.num_output_placeholders += self._ahead
@@ -158,22 +145,17 @@ class _Planner:
 
     def _allocate(self, requests: list[Any], places: list[int]) -> list[Any] | None:
         """Return new blocks of each request, None for none; None and nothing allocated where too few are free."""
-        cache = self._cache
-        size, blocks, published, publishes = cache.size, cache.blocks, cache.published, cache.publishes
-        due, lacking = [], 0
+        blocks, due, lacking = self._blocks, [], 0
         for row, (request, place) in enumerate(zip(requests, places, strict=True)):
-            name, lacks = request.request_id, 0
-            if place >= len(blocks[name]) * size:
-                lacks = 1
-            elif not publishes or place + 1 < (published.get(name, 0) + 1) * size:
-                continue
-            due.append(row)
-            lacking += lacks
-        if lacking > cache.pool.get_num_free_blocks():
+            lacks = blocks.lack(request.request_id, place + 1)
+            if lacks or blocks.end(request.request_id, place + 1):
+                due.append(row)
+                lacking += lacks
+        if lacking > self._manager.block_pool.get_num_free_blocks():
             return None
         new_blocks: list[Any] = [None] * len(requests)
         for row in due:
-            allocated = cache.manager.allocate_slots(requests[row], 1)
+            allocated = self._manager.allocate_slots(requests[row], 1)
             assert allocated is not None, "vLLM found no block where one was free"
             new_blocks[row] = allocated.get_block_ids(allow_none=True)
         return new_blocks
@@ -182,9 +164,8 @@ class _Planner:
         scheduler, before = self._scheduler, self._before
         more: dict[str, Any] = {}
         if getattr(before, "num_common_prefix_blocks", None):  # not in all versions
-            more["num_common_prefix_blocks"] = self._cache.manager.get_num_common_prefix_blocks(
-                scheduler.running[0].request_id
-            )
+            first = scheduler.running[0].request_id
+            more["num_common_prefix_blocks"] = self._manager.get_num_common_prefix_blocks(first)
         planned = dataclasses.replace(
             before,
             scheduled_cached_reqs=dataclasses.replace(
@@ -237,18 +218,13 @@ class _Followed:
 
 
 class _Taker:
-    """Takes in the tokens of steps.
-
-    Attributes:
-        replaced: what stood for vLLM's method before, if anything did.
-    """
+    """Takes in the tokens of steps."""
 
     def __init__(self, scheduler: Any, states: Mapping[str, Any]) -> None:
         from vllm.v1.request import RequestStatus
 
-        self.replaced = vars(scheduler).get("update_from_output")
         self._scheduler, self._states, self._vllms = scheduler, states, scheduler.update_from_output
-        self._cache, self._running = _Cache(scheduler.kv_cache_manager), RequestStatus.RUNNING
+        self._manager, self._running = scheduler.kv_cache_manager, RequestStatus.RUNNING
         self._ahead, self._counts_in_flight = _ahead_of_tokens(scheduler), _counts_in_flight()
         # Tokens on the way to a request that was preempted meanwhile.
         self._stale = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"
@@ -256,7 +232,6 @@ class _Taker:
 
     def update_from_output(self, planned: Any, output: Any) -> Any:
         """Take in what a step sampled, and return what vLLM's method of this name does of requests that need more."""
-        as_numbers(output)
         if planned.scheduled_spec_decode_tokens or output.pooler_output or output.num_nans_in_logits:
             return self._vllms(planned, output)
         rest = {
@@ -287,11 +262,8 @@ class _Taker:
         request.num_output_placeholders -= self._ahead
         if self._counts_in_flight:
             request.num_in_flight_tokens -= 1
-        cache = self._cache
-        if cache.publishes:
-            done = request.num_computed_tokens - request.num_output_placeholders
-            if done >= (cache.published.get(name, 0) + 1) * cache.size:
-                cache.manager.cache_blocks(request, done)
+        if self._manager.enable_caching:
+            self._manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
         followed.tokens.append(sampled[0])
         if output.logprobs:
             followed.logprobs += output.logprobs.slice_request(row, 1)

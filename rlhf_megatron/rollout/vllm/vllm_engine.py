@@ -268,9 +268,9 @@ class VllmEngine:
         with contextlib.ExitStack() as stack:
             stack.enter_context(preserved_random_state())
             stack.enter_context(self._in_use())
-            stack.enter_context(logprobs.kept_as_numbers(planner, self._on_gpu))
             stack.enter_context(block_allocation.only_where_needed(planner))
             stack.enter_context(steady_steps.taken_at_once(planner, internals.request_states(self._engine)))
+            stack.enter_context(logprobs.kept_as_numbers(planner, self._on_gpu))
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
         if self._speculation:
