@@ -14,7 +14,7 @@ from gpu.devices import skip_without_gpus
 from hugging_face import make_model
 from parallel.queue_ranks import CACHE_TOKENS, GROUPS, RESPONSES, lockstep, replicas, requests_of, sampling, serve
 from parallel.ranks import run_ranks
-from rlhf_megatron.compat.vllm import block_allocation, steady_steps
+from rlhf_megatron.compat.vllm import block_allocation, internals, steady_steps
 from rlhf_megatron.rollout.engine import Completion
 from rlhf_megatron.rollout.work_queue import WorkQueue
 
@@ -39,6 +39,18 @@ def test_ranks_of_a_replica_keep_in_step_where_the_cache_is_small(tensor: int, t
     assert all(len(of[TOKENS]) == len(of[LOGPROBS]) == len(of[VERSIONS]) for of in completions)
     finished = {of[ROW]: len(of[TOKENS]) for of in completions if of[ENDING] != "abort"}
     assert finished == LENGTHS
+
+
+def test_a_step_of_all_sequences_is_a_graph(tmp_path: Path) -> None:
+    """By itself vLLM captures steps of 512 at most, so that larger ones wait for Python."""
+    model = make_model(tmp_path, "qwen3", tied=False)
+    assert run_ranks(most_sequences_of_a_graph, 1, {"model": str(model)})[0] == 540
+
+
+def most_sequences_of_a_graph(model: str) -> int:
+    engine = serve(model, max_num_seqs=540, kv_cache_gb=1.0)
+    graphs = internals.model_runner(engine._engine).cudagraph_manager.graphs
+    return max(each.num_reqs for each in graphs if each.num_reqs)  # others hold a part of a step each
 
 
 def test_replicas_share_a_queue(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ warning, and what it lacks raises ``UnknownVllm``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.metadata
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,6 +146,29 @@ def free_cache_tokens(engine: Any) -> float:
     except AttributeError:
         return math.inf
     return float(blocks * engine.vllm_config.cache_config.block_size / layouts)
+
+
+def checked_request(engine: Any, prompt: Mapping[str, Any], parameters: Any) -> Any:
+    """Return a request that vLLM has checked and completed, and that is not added; raise what vLLM raises."""
+    with _known_names():
+        check = engine.input_processor.process_inputs
+    return check("checked", prompt, parameters, supported_tasks=engine.get_supported_tasks())
+
+
+def add_like(
+    engine: Any, checked: Any, request_id: str, token_ids: Sequence[int], seed: int, max_tokens: int, salt: str
+) -> str:
+    """Add a request that differs from a ``checked`` one in these alone; return vLLM's own name of it.
+
+    To check and copy each of many short requests takes longer than to generate some of their tokens.
+    """
+    parameters = copy.copy(checked.sampling_params)
+    parameters.seed, parameters.max_tokens = seed, max_tokens
+    request = copy.copy(checked)
+    request.request_id, request.prompt_token_ids, request.sampling_params = request_id, token_ids, parameters
+    request.cache_salt, request.arrival_time = salt, time.time()
+    name: str = engine.add_request(request_id, request, parameters)
+    return name
 
 
 def keep_logprobs_as_numbers(engine: Any, request_id: str) -> None:

@@ -24,6 +24,12 @@ NAMES = (
     PrivateName(_ENGINE + "llm_engine", "LLMEngine.model_executor", "the worker"),
     PrivateName(_ENGINE + "llm_engine", "LLMEngine.vllm_config", "block size, most sequences, prefix caching"),
     PrivateName(_ENGINE + "llm_engine", "LLMEngine.add_request(request_id, prompt, params)", "admission"),
+    PrivateName(_ENGINE + "llm_engine", "LLMEngine.input_processor", "admission"),
+    PrivateName(
+        _ENGINE + "input_processor",
+        "InputProcessor.process_inputs(request_id, prompt, params, supported_tasks)",
+        "admission",
+    ),
     PrivateName(_ENGINE + "llm_engine", "LLMEngine.abort_request(request_ids)", "aborting"),
     PrivateName(_ENGINE + "llm_engine", "LLMEngine.step", "one step for all requests"),
     PrivateName(_ENGINE + "core_client", "InprocClient.engine_core", "the engine core in this process"),

@@ -20,6 +20,10 @@ _CPU_KV_CACHE_GB = 0.0625
 _CPU_BLOCK_SIZE = 32
 # What communicators may still take between looking at the free memory and vLLM's own look.
 _FREE_MEMORY_MARGIN = 0.9
+# Of how many tokens steps are captured as CUDA graphs: vLLM's numbers up to 512, and beyond until Python is no longer
+# slower than a GPU.
+_CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, 1025, 32))
+_CAPTURED_BY_VLLM = 512
 
 
 def engine_arguments(
@@ -65,6 +69,8 @@ def engine_arguments(
             arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
         arguments["enable_sleep_mode"] = section.sleep
         arguments["gpu_memory_utilization"] = _gpu_memory_share(section)
+        if section.speculative is None and not section.enforce_eager:
+            arguments["cudagraph_capture_sizes"] = captured_sizes(section)
     else:
         arguments["block_size"] = _CPU_BLOCK_SIZE
         # vLLM draws a token also at the end of a part of a prompt, and then sets the generator of a request's seed
@@ -75,6 +81,19 @@ def engine_arguments(
     if kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * 2**30)
     return arguments
+
+
+def captured_sizes(section: RolloutSection) -> list[int]:
+    """Return of how many tokens steps are captured: as by vLLM, and those of as many sequences as run at a time.
+
+    By itself vLLM captures no larger ones than of 512, and none of more sequences than run at a time, so that of 540
+    sequences, or 100, the largest steps would wait for Python.
+    """
+    running = min(section.max_num_seqs, _CAPTURED[-1])
+    most = max(running, min(2 * running, _CAPTURED_BY_VLLM))
+    if section.max_num_batched_tokens is not None:
+        most = min(most, section.max_num_batched_tokens)
+    return sorted({running, *(size for size in _CAPTURED if size <= most)})
 
 
 def speculative_config(section: SpeculativeSection, draft_model: str | None = None) -> dict[str, Any]:

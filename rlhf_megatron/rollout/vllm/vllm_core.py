@@ -30,12 +30,14 @@ class VllmCore:
         self.prompt_tokens = self.prefilled_tokens = 0
         self._is_paused = False
         self._salt = ""
+        self._checked: tuple[Sampling, Any] | None = None  # a request of the latest sampling, as vLLM has checked it
 
     def add_request(self, request: EngineRequest, sampling: Sampling) -> None:
         """See EngineCore."""
-        parameters = sampling_params(sampling, request.seed, request.max_tokens)
-        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": self._salt}
-        name = self._engine.add_request(str(request.number), prompt, parameters)
+        checked, request_id = self._checked_one(request, sampling), str(request.number)
+        name = internals.add_like(
+            self._engine, checked, request_id, request.token_ids, request.seed, request.max_tokens, self._salt
+        )
         internals.keep_logprobs_as_numbers(self._engine, name)
         self._numbers[name] = request.number
         self._names[request.number] = name
@@ -43,6 +45,13 @@ class VllmCore:
         if self._drafter:
             own = len(request.token_ids) - request.begun
             self._drafter.begin(name, request.token_ids[:own], request.token_ids[own:])
+
+    def _checked_one(self, request: EngineRequest, sampling: Sampling) -> Any:
+        if self._checked is None or self._checked[0] != sampling:
+            parameters = sampling_params(sampling, request.seed, request.max_tokens)
+            prompt = {"prompt_token_ids": request.token_ids}
+            self._checked = sampling, internals.checked_request(self._engine, prompt, parameters)
+        return self._checked[1]
 
     def step(self) -> list[EngineOutput]:
         """See EngineCore."""
