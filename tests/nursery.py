@@ -16,6 +16,9 @@ where a wrong address is an OSError. What a process shows:
 
     tr '\\0' '\\n' < /proc/PID/environ
 
+On a machine with GPUs the ranks of tests/gpu are forks too, of a nursery of their own that may see the GPUs. CUDA does
+not survive a fork, so nothing may begin to use it before; where something has, commands are started as ever.
+
 Where a test fails, start its command with ``warm=False`` (tests/end_to_end/commands.py): an ordinary process, ten
 seconds slower. If it then passes, the nursery is to blame.
 """
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -56,24 +60,33 @@ IMPORTS = (
     "rlhf_megatron.regather.learned_rollout",
     # What a run imports as it makes its engine, and as it ends: half of its time on a CPU.
     "vllm.v1.core.sched.scheduler",
-    "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
     "vllm.model_executor.model_loader",
     "vllm.model_executor.models.qwen3",
     "vllm.model_executor.layers.quantization.online.base",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm.distributed.elastic_ep.elastic_execute",
-    "vllm.distributed.device_communicators.cpu_communicator",
     "numpy.ma",
     "transformers.models.qwen3.modeling_qwen3",
     "rlhf_megatron.monitor.page",
     "rlhf_megatron.monitor.plots",
 )
+IMPORTS_OF_CPUS = (
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "rlhf_megatron.models.delta_net",
+)
+# None of these may begin to use a GPU: a fork could not.
+IMPORTS_OF_GPUS = (
+    "transformer_engine.pytorch",
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.worker.gpu.model_runner",
+    "vllm.v1.attention.backends.flash_attn",
+)
 # The same in some versions of vLLM alone: from 0.29 to 0.32, and from 0.32.
 IMPORTS_OF_SOME_VERSIONS = ("vllm.entrypoints.launchers.cli_args", "vllm.v1.pool.flash_maxsim")
 # What comes after the patches of Megatron in a run too.
 IMPORTS_OF_PATCHED = (
-    "rlhf_megatron.models.delta_net",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.mimo",
 )
@@ -116,10 +129,10 @@ class Nursery:
         self._ended: dict[int, int] = {}
 
     @classmethod
-    def open(cls, environment: Mapping[str, str]) -> Nursery:
+    def open(cls, kind: str, environment: Mapping[str, str]) -> Nursery:
         """Connect to the process that does the imports, which all workers of a pytest share and the first one starts;
         it ends with the last of them."""
-        address = f"\0nursery-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+        address = f"\0nursery-{kind}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -179,15 +192,16 @@ def start_nursery(address: str, environment: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def nursery() -> Nursery:
-    """Return the one of this process."""
-    return Nursery.open(cpu_environment())
+def nursery(sees_gpus: bool = False) -> Nursery:
+    """Return the one of this process, whose forks see the GPUs or do not."""
+    return Nursery.open("gpu" if sees_gpus else "cpu", environment_of(sees_gpus))
 
 
-def cpu_environment() -> dict[str, str]:
-    """Return one thread for each rank, no GPU, no search of the network for models."""
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    return {**os.environ, **settings}
+def environment_of(sees_gpus: bool) -> dict[str, str]:
+    """Return one thread for each rank, no search of the network for models, and GPUs that are counted without CUDA."""
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    gpus = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} if sees_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **settings, **gpus}
 
 
 def accept_workers(listener: socket.socket) -> socket.socket | None:
@@ -257,13 +271,16 @@ def serve(connection: socket.socket) -> list[Any] | None:
             connection.send(json.dumps([pid, None]).encode())
 
 
-def become(request: list[Any]) -> None:
+def become(request: list[Any], cuda_has_begun: bool = False) -> None:
     """Make this process the one that was asked for, and run its command to the end."""
-    (_, *arguments), folder, environment, new_session = request
+    command, folder, environment, new_session = request
     if new_session:
         os.setsid()
     os.chdir(folder)
+    if cuda_has_begun:
+        os.execve(command[0], command, environment)
     take_environment(environment)
+    arguments = command[1:]
     flags = []
     while arguments[0] in ("-P", "-u"):
         flags.append(arguments.pop(0))
@@ -285,6 +302,16 @@ def become(request: list[Any]) -> None:
     if "-P" not in flags:
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def has_begun_cuda() -> bool:
+    """Say whether this process has begun to use CUDA, so that its forks cannot."""
+    not_begun = 3  # CUDA_ERROR_NOT_INITIALIZED
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != not_begun
 
 
 def stream_of(number: int, like: TextIO, unbuffered: bool) -> TextIO:
@@ -428,23 +455,25 @@ def main() -> None:
     """Run the nursery itself."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     os.environ.pop(ROOM)
-    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+    from rlhf_megatron.rollout.vllm.process_environment import has_gpu, prepare_environment
 
     prepare_environment()
-    for module in IMPORTS:
+    for module in (*IMPORTS, *(() if has_gpu() else IMPORTS_OF_CPUS)):
         importlib.import_module(module)
-    for module in IMPORTS_OF_SOME_VERSIONS:
-        with contextlib.suppress(ModuleNotFoundError):
+    for module in (*IMPORTS_OF_SOME_VERSIONS, *(IMPORTS_OF_GPUS if has_gpu() else ())):
+        with contextlib.suppress(ImportError):
             importlib.import_module(module)
     prepare_megatron()
-    prepare_vllm()
+    if not has_gpu():
+        prepare_vllm()
     prepare_transformers()
     prepare_page()
     keep_what_is_imported()
     connection = accept_workers(listener)
+    cuda_has_begun = has_begun_cuda()
     request = None if connection is None else serve(connection)
     if request is not None:
-        end_with(lambda: become(request))
+        end_with(lambda: become(request, cuda_has_begun))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from nursery import Nursling, cpu_environment, nursery
+from nursery import Nursling, environment_of, nursery
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ class Command:
         show the warnings that a person would see.
         """
         self._out, self._err = (folder / f"{time.monotonic_ns()}.{name}" for name in ("out", "err"))
-        environment = cpu_environment() | dict(environment or {})
+        environment = environment_of(sees_gpus=False) | dict(environment or {})
         warm = warm and not has_gpu()
         if not warm:
             del environment["PYTHONWARNINGS"]

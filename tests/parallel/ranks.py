@@ -50,9 +50,9 @@ def run_ranks(
     ``target`` is a top-level function, "path/to/file.py:function", "module:function", or a script's Path. A function is
     called with ``arguments`` as keywords inside an initialised gloo group; arguments and results travel as JSON. A
     script gets ``arguments`` as its command line and no group; it may hand over a result with ``write_result``, else it
-    is None. Scripts, and functions where there is a GPU, run under torchrun; with fewer GPUs than ranks, ranks share
-    them. On CPUs the ranks of a function are forks of one process (see nursery) that has done the imports, with
-    torchrun's variables and store.
+    is None. Scripts run under torchrun, and so do functions with an ``environment`` where there is a GPU, since what is
+    imported may have read it. Else the ranks of a function are forks of one process (see nursery) that has done the
+    imports, with torchrun's variables and store. With fewer GPUs than ranks, ranks share them.
 
     Raises RuntimeError with everything the ranks printed if one fails or ``timeout`` seconds pass; then every process
     that was started is killed.
@@ -71,15 +71,15 @@ def run_ranks(
             RESULT_FOLDER: folder,
             **(environment or {}),
         }
+        forks = not isinstance(target, Path) and not (has_gpu() and environment)
         for _ in range(3):
-            forks = not has_gpu() and not isinstance(target, Path)
             port = free_port()
             command = (
                 [sys.executable, "-P", *rank_command, str(world_size), str(port)]
                 if forks
                 else [*launcher, f"--master-port={port}", *rank_command]
             )
-            returncode, output = _run_to_the_end(command, variables, timeout, Path(folder) / "output")
+            returncode, output = _run_to_the_end(command, variables, timeout, Path(folder) / "output", forks)
             # Another process took the port between the probe and the start: nothing that the target did.
             if returncode in (0, None) or "EADDRINUSE" not in output:
                 break
@@ -123,7 +123,7 @@ def _name(target: Callable[..., Any] | str | Path) -> str:
 
 
 def _run_to_the_end(
-    command: list[str], variables: Mapping[str, str], timeout: float, output: Path
+    command: list[str], variables: Mapping[str, str], timeout: float, output: Path, forks: bool
 ) -> tuple[int | None, str]:
     """Return (exit status, all output), the status None after a kill. Output goes through a file: a pipe that a
     surviving grandchild holds open would keep the test waiting."""
@@ -132,8 +132,10 @@ def _run_to_the_end(
     with output.open("wb") as sink, open(os.devnull, "rb") as none:
         process: Nursling | subprocess.Popen[bytes] = (
             subprocess.Popen(command, stdin=none, stdout=sink, stderr=sink, env=variables, start_new_session=True)
-            if has_gpu()
-            else nursery().start(command, Path.cwd(), variables, [file.fileno() for file in (none, sink, sink)], True)
+            if has_gpu() and not forks
+            else nursery(sees_gpus=has_gpu()).start(
+                command, Path.cwd(), variables, [file.fileno() for file in (none, sink, sink)], True
+            )
         )
         returncode: int | None
         try:
@@ -188,15 +190,17 @@ def _import_target(module: str) -> ModuleType:
 def _run_forks(target: str, arguments: str, world_size: int, port: int) -> int:
     """Return the ranks as forks of this process; when one fails the others are ended, as torchrun does. Returns the
     status."""
+    from nursery import has_begun_cuda
+
     prepare_environment()
     _import_target(target.rpartition(":")[0])
     import torch.distributed as dist
 
-    ranks = []
+    ranks, cuda_has_begun = [], has_begun_cuda()
     for rank in range(world_size):
         process = os.fork()
         if process == 0:
-            _be_a_fork(target, arguments, rank, world_size, port)
+            _be_a_fork(target, arguments, rank, world_size, port, cuda_has_begun)
         ranks.append(process)
     # Threads do not survive a fork, so the store starts after them; they wait for it.
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -212,14 +216,19 @@ def _run_forks(target: str, arguments: str, world_size: int, port: int) -> int:
     return failure
 
 
-def _be_a_fork(target: str, arguments: str, rank: int, world_size: int, port: int) -> None:
-    """Do a rank's part and end the process."""
+def _be_a_fork(
+    target: str, arguments: str, rank: int, world_size: int, port: int, cuda_has_begun: bool = False
+) -> None:
+    """Do a rank's part and end the process; by a process of its own where a fork cannot use CUDA."""
     status = 1
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    if cuda_has_begun:
+        os.execv(sys.executable, [sys.executable, "-P", __file__, "function", target, arguments])
     try:
+        _share_gpus()
         _run_function(target, arguments)
         status = 0
     except BaseException:
