@@ -74,7 +74,6 @@ IMPORTS_OF_CPUS = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.distributed.device_communicators.cpu_communicator",
-    "rlhf_megatron.models.delta_net",
 )
 # None of these may begin to use a GPU: a fork could not.
 IMPORTS_OF_GPUS = (
@@ -87,6 +86,7 @@ IMPORTS_OF_GPUS = (
 IMPORTS_OF_SOME_VERSIONS = ("vllm.entrypoints.launchers.cli_args", "vllm.v1.pool.flash_maxsim")
 # What comes after the patches of Megatron in a run too.
 IMPORTS_OF_PATCHED = (
+    "rlhf_megatron.models.delta_net",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.mimo",
 )
@@ -191,14 +191,19 @@ def start_nursery(address: str, environment: Mapping[str, str]) -> None:
         )
 
 
-@functools.cache
 def nursery(sees_gpus: bool = False) -> Nursery:
     """Return the one of this process, whose forks see the GPUs or do not."""
+    return _opened(sees_gpus)
+
+
+@functools.cache
+def _opened(sees_gpus: bool) -> Nursery:
     return Nursery.open("gpu" if sees_gpus else "cpu", environment_of(sees_gpus))
 
 
 def environment_of(sees_gpus: bool) -> dict[str, str]:
-    """Return one thread for each rank, no search of the network for models, and GPUs that are counted without CUDA."""
+    """Return one thread for each rank, no search of the network for models, and no GPU, or GPUs that are counted
+    without CUDA."""
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     gpus = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"} if sees_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return {**os.environ, **settings, **gpus}
@@ -461,7 +466,7 @@ def main() -> None:
     for module in (*IMPORTS, *(() if has_gpu() else IMPORTS_OF_CPUS)):
         importlib.import_module(module)
     for module in (*IMPORTS_OF_SOME_VERSIONS, *(IMPORTS_OF_GPUS if has_gpu() else ())):
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
     prepare_megatron()
     if not has_gpu():
@@ -469,8 +474,8 @@ def main() -> None:
     prepare_transformers()
     prepare_page()
     keep_what_is_imported()
+    cuda_has_begun = has_begun_cuda()  # before any fork, in which the driver would deny it
     connection = accept_workers(listener)
-    cuda_has_begun = has_begun_cuda()
     request = None if connection is None else serve(connection)
     if request is not None:
         end_with(lambda: become(request, cuda_has_begun))

@@ -216,9 +216,7 @@ def _run_forks(target: str, arguments: str, world_size: int, port: int) -> int:
     return failure
 
 
-def _be_a_fork(
-    target: str, arguments: str, rank: int, world_size: int, port: int, cuda_has_begun: bool = False
-) -> None:
+def _be_a_fork(target: str, arguments: str, rank: int, world_size: int, port: int, cuda_has_begun: bool) -> None:
     """Do a rank's part and end the process; by a process of its own where a fork cannot use CUDA."""
     status = 1
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

@@ -28,6 +28,7 @@ _LOGGED_IN_EVERY_RUN = {
     "vllm.engine.arg_utils": "The global random seed is set to",  # the engine leaves the process's state as it was
     "vllm.renderers.base": "Using None for EOS token id",  # token ids go in and come out
     "vllm.v1.engine.input_processor": "Passing raw prompts to InputProcessor",
+    "vllm.v1.engine.llm_engine": "Passing EngineCoreRequest to LLMEngine",
     "vllm.utils.jit_monitor": "Triton kernel JIT compilation during inference",  # the trainer's, in the same process
 }
 
