@@ -313,15 +313,6 @@ class RolloutSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _cache_outlives_sleep(self) -> RolloutSection:
-        if self.kv_cache_dtype and self.partial == "resume" and self.sleep:
-            raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype}: with partial=resume paused sequences keep their cache while "
-                "the engine sleeps, and vLLM 0.25 clears one in 8 bits as it wakes; set sleep: false, or leave one out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _draft_models_are_in_full(self) -> RolloutSection:
         if self.quantization and self.speculative and self.speculative.has_draft_model:
             raise ValueError(

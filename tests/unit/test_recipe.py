@@ -208,10 +208,6 @@ def test_an_unknown_key_names_the_nearest(small: Path, override: str, expected: 
         (["algorithm.kl_coef=0.1"], "algorithm.kl_coef=0.1 needs the section reference"),
         (["deterministic=true"], "deterministic: with rollout.scheduling=queue the batches of the engine depend on"),
         (["rollout.quantization=fp8"], "rollout.quantization=fp8: another policy than the actor's answers"),
-        (
-            ["rollout.kv_cache_dtype=fp8", "rollout.partial=resume", "rollout.max_staleness=2"],
-            "kv_cache_dtype=fp8: with partial=resume paused sequences keep their cache",
-        ),
         (["rollout.kv_cache_dtype=fp8"], "rollout.kv_cache_dtype=fp8: another policy than the actor's answers"),
         (["algorithm.overlong_buffer={enable: true, len: 51}"], "overlong_buffer.len=51 must be from 1 to"),
         (["algorithm.advantage=gae"], "algorithm.advantage=gae needs the section critic"),

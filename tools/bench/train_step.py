@@ -6,7 +6,8 @@ MODEL needs only a config.json: the weights are random. The direct way is Megatr
 backward(), over the same micro-batches: what a training loop without reinforcement learning would do. The role computes
 logprobs and entropy besides. With --responses there is no direct way: the role computes a prompt for each of its rows,
 and once for those of a micro-batch. With --compile the role's decoder layers are also compiled by torch, and cuDNN also
-chooses its algorithms by trial. Optimizer steps are left out of all: their state would not fit beside a 7B model.
+chooses its algorithms by trial. With --fp8 the role multiplies in 8 bits; with --kernels one repeat more says where the
+GPU's time goes. Optimizer steps are left out of all: their state would not fit beside a 7B model.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import raw_engines
 import torch
+from kernel_times import kernel_times
 from random_role import make_parser, random_batch, random_role, run, timed
 
 from rlhf_megatron.data.rollout_batch import RolloutBatch
 from rlhf_megatron.gpu_kinds import peak_flops
 from rlhf_megatron.models.flops import training_flops
+from rlhf_megatron.recipe.role_sections import Fp8Recipe
 from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 from rlhf_megatron.runtime.command import command
 
@@ -45,6 +48,8 @@ def main() -> int:
         "--prompt", type=int, default=1, help="tokens of a row that are its prompt; default: %(default)s"
     )
     parser.add_argument("--compile", action="store_true", help="beside torch.compile and cuDNN's benchmark")
+    parser.add_argument("--fp8", choices=get_args(Fp8Recipe), help="recipe of Transformer Engine for the role")
+    parser.add_argument("--kernels", action="store_true", help="milliseconds of a micro-batch by kernel too")
     options = parser.parse_args()
     if options.compile and not has_gpu() and os.environ.get("TORCHDYNAMO_DISABLE") != "0":
         parser.error("--compile: nothing is compiled on CPUs, but with TORCHDYNAMO_DISABLE=0")
@@ -54,7 +59,8 @@ def main() -> int:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time all ways in turn, so that all meet the same machine."""
     shares = options.responses > 1
-    role = random_role(options.model, options.tokens_per_gpu, shares_prompts=shares)
+    section = {"fp8": options.fp8} if options.fp8 else {}
+    role = random_role(options.model, options.tokens_per_gpu, shares_prompts=shares, **section)
     shape = options.rows, options.length, options.prompt, options.responses
     batch, fields = random_batch(role.architecture.vocabulary, *shape)
     ways: dict[str, Callable[[], None]] = {"role": by_role(role, batch, fields)}
@@ -89,6 +95,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "mfu": operations / median / possible if possible else None,
             "peak_memory_gb": peaks[name] / 1e9,
         }
+    if options.kernels:
+        pieces = -(-tokens // options.tokens_per_gpu)
+        result["kernels"] = {name: kernel_times(way, pieces) for name, way in ways.items()}
     speeds = {name: result[name]["tokens_per_second"] for name in ways}
     result |= {
         f"{name}_over_role": speeds[name] / speeds["role"] for name in ways if name in ("compiled", "cudnn_benchmark")

@@ -264,6 +264,21 @@ def sleep_with_cache(engine: Any) -> None:
         CuMemBackend.suspend = original
 
 
+@contextlib.contextmanager
+def cache_stays(engine: Any) -> Iterator[None]:
+    """Have what comes back of the KV cache inside stay: the older of vLLM's model runners clears one in 8 bits.
+
+    It sets the cache's scales too, which as buffers come back with the weights.
+    """
+    runner = model_runner(engine)
+    if hasattr(runner, "init_fp8_kv_scales"):  # up to vLLM 0.25
+        runner.init_fp8_kv_scales = lambda: None
+    try:
+        yield
+    finally:
+        vars(runner).pop("init_fp8_kv_scales", None)
+
+
 def tensor_group() -> dist.ProcessGroup:
     """Return the group, of CPU tensors, of the ranks that vLLM has made a tensor-parallel replica of."""
     from vllm.distributed.parallel_state import get_tp_group

@@ -204,7 +204,7 @@ class VllmEngine:
             # vLLM's allocator takes its memory from the driver, which has none of what torch keeps for later.
             if torch.cuda.mem_get_info()[0] < self._given_back:
                 torch.cuda.empty_cache()
-            with self._in_use():
+            with self._in_use(), internals.cache_stays(self._engine) if self._paused else contextlib.nullcontext():
                 self._llm.wake_up(tags=[tag])
             if tag == "weights":
                 self._draft_buffers.restore()

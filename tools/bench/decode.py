@@ -1,0 +1,152 @@
+"""A step of the engine while it decodes: milliseconds by number of sequences, beside what it must read, and by kernel.
+
+    python tools/bench/decode.py [--model recipes/models/qwen2.5-7b] [--settings NAME ...] [--running 64 200 256]
+
+Each setting has an engine in a process of its own, with random weights; sequences have prompts of their own, seeds and
+logprobs, as in a run. Two generations that differ in their lengths alone give the time of a step; a third, shorter one
+runs under torch's profiler. The floor is reading weights and keys and values once, as fast as a large copy does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from gpu_clock import milliseconds
+from kernel_times import kernel_times
+from launching import run_on_ranks
+from reports import spread, write_report
+from rollout import TOY
+
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+
+# Of the recipe's rollout section; block_size is vLLM's own, which no recipe has.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "bfloat16, blocks of 128": {"block_size": 128},
+    "fp8": {"quantization": "fp8"},
+    "fp8, cache too": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "fp8, cache too, blocks of 128": {"quantization": "fp8", "kv_cache_dtype": "fp8", "block_size": 128},
+}
+# tokens of a prompt; of the shorter and the longer generation, and of that under the profiler; cache in GB
+SIZES = {"toy": (32, 4, 12, 4, None), "gpu": (736, 64, 320, 48, 24.0)}
+WARM_UPS, REPEATS, SAMPLED = 1, 3, (2, 500)
+
+
+def main() -> int:
+    """Measure one setting after the other; return 1 where one failed."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="folder with a config.json; default: Qwen2.5-7B, on CPUs a toy")
+    settings = list(SETTINGS) if on_gpu else list(SETTINGS)[:1]
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=settings, help="default: all")
+    parser.add_argument(
+        "--running", type=int, nargs="+", default=[64, 200, 256] if on_gpu else [2, 4], help="default: %(default)s"
+    )
+    parser.add_argument("--output", type=Path, default=Path("docs/results/decode.json"), help="default: %(default)s")
+    options = parser.parse_args()
+    rows, failed = [], False
+    with tempfile.TemporaryDirectory() as folder:
+        toy, result = Path(folder), Path(folder) / "result.json"
+        (toy / "config.json").write_text(json.dumps(TOY), encoding="utf-8")
+        model = options.model or (Path("recipes/models/qwen2.5-7b") if on_gpu else toy)
+        for name in options.settings:
+            given = {"model": str(model), "name": name, "running": options.running, "size": "gpu" if on_gpu else "toy"}
+            reason = run_on_ranks(1, Path(__file__).resolve(), [json.dumps(given), str(result)], 600.0)
+            failed |= bool(reason)
+            found = [{"failed": reason}] if reason else json.loads(result.read_text(encoding="utf-8"))
+            rows += [{"setting": name, **row} for row in found]
+            print(json.dumps(rows[-len(found) :]), flush=True)
+            write_report(options.output, {"model": model.name if options.model or on_gpu else "toy", "rows": rows})
+    return int(failed)
+
+
+def measure(model: str, name: str, running: list[int], size: str) -> list[dict[str, Any]]:
+    """Return a row for each number of sequences of one setting."""
+    from rlhf_megatron.recipe import RolloutSection
+    from rlhf_megatron.rollout.engine import Request, Sampling
+    from rlhf_megatron.rollout.vllm import vllm_engine
+
+    setting, (length, shorter, longer, profiled, kv_cache_gb) = dict(SETTINGS[name]), SIZES[size]
+    own = {key: setting.pop(key) for key in ("block_size",) if key in setting}
+    made = vllm_engine.engine_arguments
+    vllm_engine.engine_arguments = lambda *given, **named: made(*given, **named) | own
+    section = RolloutSection(
+        max_response_length=longer, max_num_seqs=max(running), kv_cache_gb=kv_cache_gb, sleep=False, **setting
+    )
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    engine = vllm_engine.VllmEngine(model, section, dtype, length, seed=1)
+    engine.weights_updated(1)
+
+    def generate(count: int, tokens: int) -> float:
+        drawn = (tuple(Random(row).choices(range(*SAMPLED), k=length)) for row in range(count))
+        asked = [Request(row, prompt, seed=row, group_id=row, max_tokens=tokens) for row, prompt in enumerate(drawn)]
+        started = time.perf_counter()
+        completions = engine.generate(asked, Sampling(1.0, 1.0, -1, tokens, ()))
+        taken = time.perf_counter() - started
+        assert sum(len(completion.token_ids) for completion in completions) == count * tokens
+        return taken
+
+    rows = []
+    for count in running:
+        generate(count, 1)  # from now on prompts are in the cache
+        steps = []
+        for repeat in range(WARM_UPS + REPEATS):
+            seconds = generate(count, longer) - generate(count, shorter)
+            if repeat >= WARM_UPS:
+                steps.append(seconds / (longer - shorter) * 1000)
+        read = bytes_of_step(model, setting, count * (length + (shorter + longer) / 2))
+        profile = kernel_times(functools.partial(generate, count, profiled), profiled)
+        rows.append({"running": count, "step_ms": spread(steps), **floor(read), "kernels": profile})
+    return rows
+
+
+def bytes_of_step(model: str, setting: Mapping[str, Any], tokens: float) -> dict[str, float]:
+    """Return what a step reads at least: weights, and keys and values of so many ``tokens``."""
+    from rlhf_megatron.models.architecture import read_architecture
+    from rlhf_megatron.models.flops import kv_cache_bytes_per_token
+    from rlhf_megatron.planning.row_lengths import used_weights
+
+    shape = read_architecture(model)
+    head = shape.vocabulary * shape.hidden
+    in_layers = used_weights(shape) - head
+    return {
+        "weights": in_layers * (1 if setting.get("quantization") else 2) + head * 2,
+        "cache": tokens * kv_cache_bytes_per_token(shape, 1, 1 if setting.get("kv_cache_dtype") else 2),
+    }
+
+
+def floor(read: Mapping[str, float]) -> dict[str, Any]:
+    """Return the milliseconds of reading this, where there is a GPU to read with."""
+    if not torch.cuda.is_available():
+        return {}
+    source = torch.empty(1 << 31, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy = milliseconds(lambda: target.copy_(source), 2, 10)["median"]
+    bandwidth = 2 * source.numel() / copy  # bytes a millisecond, read and written
+    return {"read_gb": {key: size / 1e9 for key, size in read.items()}, "floor_ms": sum(read.values()) / bandwidth}
+
+
+def run_rank(settings: dict[str, Any], output: Path) -> None:
+    """Do the part of the rank, which writes the result."""
+    prepare_environment()
+    from rlhf_megatron.topology.world import join_world
+
+    join_world()
+    output.write_text(json.dumps(measure(**settings)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
+        run_rank(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        sys.exit(main())
