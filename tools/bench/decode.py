@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -29,11 +30,13 @@ from rollout import TOY
 
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
-# Of the recipe's rollout section; block_size is vLLM's own, which no recipe has.
+# Of the recipe's rollout section; block_size is vLLM's own, which no recipe has. With ``compiled`` inputs of linear
+# layers are quantized in plain torch, of which its compiler makes one kernel with what comes before.
 SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "bfloat16, blocks of 128": {"block_size": 128},
     "fp8": {"quantization": "fp8"},
+    "fp8, compiled": {"quantization": "fp8", "compiled": True},
     "fp8, cache too": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "fp8, cache too, blocks of 128": {"quantization": "fp8", "kv_cache_dtype": "fp8", "block_size": 128},
 }
@@ -77,6 +80,13 @@ def measure(model: str, name: str, running: list[int], size: str) -> list[dict[s
     from rlhf_megatron.rollout.vllm import vllm_engine
 
     setting, (length, shorter, longer, profiled, kv_cache_gb) = dict(SETTINGS[name]), SIZES[size]
+    if setting.pop("compiled", False):
+        from rlhf_megatron.compat.vllm import fp8_linear
+
+        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = (
+            "1"  # where code is found by its file, not by what stands for it here
+        )
+        fp8_linear.quantized_rows = fp8_linear.quantized_by_torch
     own = {key: setting.pop(key) for key in ("block_size",) if key in setting}
     made = vllm_engine.engine_arguments
     vllm_engine.engine_arguments = lambda *given, **named: made(*given, **named) | own

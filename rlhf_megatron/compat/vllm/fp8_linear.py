@@ -30,6 +30,11 @@ def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, 
 
         quantized, scale = _custom_ops.scaled_fp8_quant(values, use_per_token_if_dynamic=True, output=into)
         return quantized, scale
+    return quantized_by_torch(values, into)
+
+
+def quantized_by_torch(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize as ``quantized_rows`` does, in plain torch."""
     scale = (values.abs().amax(1, keepdim=True).float() / LARGEST).clamp(min=_SMALLEST_SCALE)
     quantized = (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE)
     return quantized if into is None else into.copy_(quantized), scale
