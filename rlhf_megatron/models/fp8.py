@@ -48,11 +48,29 @@ def unsupported_in_fp8(architecture: Architecture, tensor: int) -> str | None:
     present = next((name for name, part in parts.items() if part), None)
     if present:
         return f"the model has {present}, for which it is not available in this version"
-    widths = {
+    widths = _widths(a, tensor)
+    odd = next((f"{name} {width}" for name, width in widths.items() if width % _COLUMNS), None)
+    return odd and f"widths must be multiples of {_COLUMNS}, and {odd} is not"
+
+
+def parts_of_blocks(architecture: Architecture, tensor: int) -> str | None:
+    """Return which width of a GPU's linear layers, of ``tensor`` that share them, is not made of whole blocks, as a
+    rollout by blocks needs them; None if all are, or layers are of other kinds, which the engine looks at."""
+    if architecture.experts or architecture.latent or architecture.delta_net or architecture.full_heads:
+        return None
+    widths = _widths(architecture, tensor)
+    joined = widths["the heads of a GPU"] + 2 * widths.pop("the key-value heads of a GPU")
+    widths |= {"the heads of a GPU, queries, keys and values": joined}  # one layer of vLLM's
+    part = next((f"{name} {width}" for name, width in widths.items() if width % TOKENS), None)
+    return part and f"widths must be multiples of {TOKENS}, and {part} is not"
+
+
+def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:
+    """Return widths of a dense layer's products on one of ``tensor`` GPUs, by name."""
+    a = architecture
+    return {
         "hidden_size": a.hidden,
         "the heads of a GPU": a.heads * a.head_dim // tensor,
         "the key-value heads of a GPU": max(1, a.key_value_heads // tensor) * a.head_dim,
         "the columns of a GPU (intermediate_size)": a.feed_forward // tensor,
     }
-    odd = next((f"{name} {width}" for name, width in widths.items() if width % _COLUMNS), None)
-    return odd and f"widths must be multiples of {_COLUMNS}, and {odd} is not"

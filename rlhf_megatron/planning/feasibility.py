@@ -11,7 +11,7 @@ from typing import get_args
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.errors import DataError, ModelError, RecipeError
 from rlhf_megatron.models.architecture import Architecture
-from rlhf_megatron.models.fp8 import unsupported_in_fp8
+from rlhf_megatron.models.fp8 import parts_of_blocks, unsupported_in_fp8
 from rlhf_megatron.models.lora import fused_with, module_of
 from rlhf_megatron.models.recompute import lacking_module
 from rlhf_megatron.models.weight_map import is_expert, tensor_shapes
@@ -174,10 +174,14 @@ def _check_adapters(recipe: Recipe, architecture: Architecture) -> None:
 
 
 def _check_fp8(recipe: Recipe, architecture: Architecture) -> None:
-    """Refuse training in 8 bits of a model whose layers have no such products, or are cut into odd widths."""
+    """Refuse 8 bits, in training or by blocks in the rollout, for layers without such products or of odd widths."""
     reason = recipe.actor.fp8 and unsupported_in_fp8(architecture, recipe.actor.layout.tensor)
     if reason:
         raise RecipeError(f"actor.fp8={recipe.actor.fp8}: {reason}; leave it out")
+    if isinstance(recipe, RLRecipe) and recipe.rollout.quantization == "fp8_blockwise":
+        reason = parts_of_blocks(architecture, recipe.rollout.layout.tensor)
+        if reason:
+            raise RecipeError(f"rollout.quantization=fp8_blockwise: {reason}; use fp8")
 
 
 def longest_row(recipe: Recipe, positions: int) -> int:

@@ -18,6 +18,8 @@ from rlhf_megatron.recipe.speculative import SpeculativeSection
 # vLLM would sample at this one instead of a lower one, and the trainer not.
 LOWEST_TEMPERATURE = 0.01
 
+Quantization = Literal["fp8", "fp8_blockwise"]
+
 
 class RolloutLayoutSection(Section):
     """Parallelism of the rollout."""
@@ -221,8 +223,8 @@ class RolloutSection(Section):
     """By prompt length in training: the first entry that fits."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of weights; default: model.dtype."""
-    quantization: Literal["fp8"] | None = None
-    """Linear layers and experts in e4m3; not embeddings, output. Same needs as steps_ahead."""
+    quantization: Quantization | None = None
+    """Linear layers (by rows, or blocks like actor.fp8) and experts in e4m3. Same needs as steps_ahead."""
     kv_cache_dtype: Literal["fp8"] | None = None
     """Keys and values in e4m3; default: dtype. Same needs as steps_ahead."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)

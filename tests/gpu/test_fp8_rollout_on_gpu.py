@@ -50,6 +50,54 @@ def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
         assert difference.median() < 0.004 * expected.abs().mean()
 
 
+def by_blocks(weight: torch.Tensor) -> tuple[Any, Any]:
+    """Return (layer, method) of a rollout in 8 bits by blocks, with a bfloat16 weight."""
+    from rlhf_megatron.compat.vllm import fp8_linear
+
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.cuda(), requires_grad=False)
+    fp8_linear.add_room(layer)
+    scale = torch.empty(*(size // 128 for size in weight.shape), dtype=torch.float32, device="cuda")
+    layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    method = fp8_linear.Fp8BlockwiseLinearMethod.__new__(fp8_linear.Fp8BlockwiseLinearMethod)
+    method.process_weights_after_loading(layer)
+    return layer, method
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 200])
+def test_a_layer_by_blocks_is_the_product_of_what_is_left_of_both(tokens: int) -> None:
+    prepare_environment()
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((tokens, 512), (768, 512), 768))
+    layer, method = by_blocks(weight)
+    blocks = weight.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).movedim(2, 1)
+    back = rounded(blocks.reshape(-1, 128 * 128)).view_as(blocks).movedim(1, 2).reshape(weight.shape)
+    for given in (bias, None):
+        expected = rounded(x.float(), parts=4) @ back.t() + (0 if given is None else given)
+        found = method.apply(layer, x.cuda(), None if given is None else given.cuda())
+        difference = (found.cpu().float() - expected).abs()
+        assert found.shape == (tokens, 768) and difference.max() < 0.02 * expected.abs().max()
+        assert difference.median() < 0.004 * expected.abs().mean()
+
+
+def test_a_layer_by_blocks_is_that_of_training() -> None:
+    prepare_environment()  # scales in float32
+    training = pytest.importorskip("transformer_engine.pytorch")
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((256, 512), (768, 512)))
+    linear = training.Linear(512, 768, bias=False, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        with training.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
+            expected = linear(x.cuda()).float()
+    layer, method = by_blocks(weight)
+    difference = (method.apply(layer, x.cuda()).float() - expected).abs()
+    in_full = (x.cuda().float() @ weight.cuda().float().t() - expected).abs()
+    assert difference.median() < 0.1 * in_full.median(), "they differ by rounding, not by what is left of the numbers"
+
+
 def multiply_by_experts(model: str, dtype: str, **rollout: Any) -> dict[str, Any]:
     """Return what a layer's experts of an engine make of tokens, after other weights were written, and what torch does:
     differences from products of rounded numbers and of numbers in full, relative to the mean size."""

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hugging_face import load_model, make_model, random_rows, row_logprobs
 from parallel.ranks import run_ranks
+from rlhf_megatron.errors import RolloutError
 
 LARGEST = 448.0  # of e4m3, arXiv 2209.05433, table 1
 # Without and with biases, also of experts. vLLM's Qwen2 takes the size of a head from the hidden size; GPT-OSS has the
@@ -179,11 +180,11 @@ def test_logprobs_are_those_of_the_quantized_model(
     check(home / f"{family}-{update}", results[family][way][update], quantized_model)
 
 
-def check(folder: Path, answered: list[Any], quantized_by: Callable[[Path], Any]) -> None:
+def check(folder: Path, answered: list[Any], quantized_by: Callable[[Path], Any], largest: float = 0.1) -> None:
     of_quantized, of_full = differences(folder, answered, quantized_by)
     # A number half-way between two of e4m3 falls to either side by rounding in float32, which costs a sixteenth of it.
     assert of_quantized.median() < 1e-4
-    assert of_quantized.max() < 0.1
+    assert of_quantized.max() < largest
     assert of_full.median() > 10 * of_quantized.median(), "8 bits do differ"
 
 
@@ -204,8 +205,56 @@ def test_experts_that_stay_in_full_are_told_of(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3_moe", tied=False)
     found = run_ranks(answers, 1, {"models": [str(model)], "quantization": None, "ways": ["copies"]})[0]
     [line] = found["told"]
-    assert line.startswith("rollout.quantization=fp8: the experts of 4 layers stay as they are: vLLM's model does not")
+    assert line.startswith("rollout.quantization: the experts of 4 layers stay as they are: vLLM's model does not")
     assert found["quantized stacks"] == 0
+
+
+# Linear layers of whole blocks also on each of two ranks.
+OF_BLOCKS: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4
+}  # fmt: skip
+
+
+def model_of_rounded_blocks(folder: Path) -> Any:
+    """Return the folder's model, whose linear layers round blocks of 128 x 128 weights and 128 activations of a
+    token."""
+    model = load_model(folder)
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            blocks = layer.weight.data.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).movedim(2, 1)
+            back = rounded(blocks.reshape(-1, 128 * 128)).view_as(blocks).movedim(1, 2)
+            layer.weight.data = back.reshape(layer.weight.shape)
+            layer.register_forward_pre_hook(lambda _, given: (rounded(given[0][0], given[0].shape[2] // 128)[None],))
+    return model
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_blocks_are_those_of_the_model_in_any_layout(tensor: int, tmp_path: Path) -> None:
+    """Qwen2's have biases, which the kernel for blocks does not add."""
+    family = "qwen2" if tensor == 1 else "qwen3"
+    models = [make_model(tmp_path / str(seed), family, tied=False, seed=seed, **OF_BLOCKS) for seed in range(UPDATES)]
+    arguments = {"models": [str(model) for model in models], "quantization": "fp8_blockwise"}
+    for found in run_ranks(answers, tensor, arguments | {"layout": {"tensor": tensor}}):
+        assert found["shared"] and all(found[f"{way} stay"] for way in WAYS)
+        for way in WAYS:
+            for model, answered in zip(models, found[way], strict=True):
+                check(model, answered, model_of_rounded_blocks, largest=0.3)  # wider: more such numbers
+
+
+def refused(model: str) -> str:
+    try:
+        answers([model], quantization="fp8_blockwise")
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=False)
+    (line,) = run_ranks(refused, 1, {"model": str(model)})
+    assert line.startswith("rollout.quantization=fp8_blockwise: a rank has ") and line.endswith(
+        "; use fp8, or a smaller rollout.layout.tensor"
+    )
 
 
 def toward_zero(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from rlhf_megatron.compat.transformer_engine import forget_quantized_weights
 from rlhf_megatron.errors import RecipeError, UserError
 from rlhf_megatron.models.architecture import Architecture, read_architecture
-from rlhf_megatron.models.fp8 import check_fp8, unsupported_in_fp8
+from rlhf_megatron.models.fp8 import check_fp8, parts_of_blocks, unsupported_in_fp8
 from rlhf_megatron.models.transformer_config import transformer_config
 from rlhf_megatron.planning.feasibility import check_architectures
 from rlhf_megatron.planning.memory import estimate
@@ -81,7 +81,27 @@ def test_other_models_are_refused(model: str, tensor: int, changed: dict[str, An
     assert found is not None and reason in found
 
 
+@pytest.mark.parametrize(
+    ("model", "tensor", "reason"),
+    [
+        ("qwen2.5-0.5b", 1, None),
+        ("qwen2.5-7b", 4, None),
+        ("qwen3-30b-a3b", 8, None),
+        ("qwen2.5-0.5b", 2, "the heads of a GPU 448 is not"),
+        ("smollm2-135m", 1, "hidden_size 576 is not"),
+        ("qwen2.5-14b", 8, "the columns of a GPU (intermediate_size) 1728 is not"),
+    ],
+)
+def test_a_rollout_by_blocks_needs_whole_ones(model: str, tensor: int, reason: str | None) -> None:
+    found = parts_of_blocks(architecture(model), tensor)
+    assert found is None if reason is None else found is not None and found.endswith(reason)
+
+
 def test_a_plan_refuses_them_in_one_line() -> None:
+    of_blocks = ("rollout.quantization=fp8_blockwise", "algorithm.rollout_correction={type: tis}")
+    small = recipe("smollm_grpo", *of_blocks)
+    with pytest.raises(RecipeError, match=r"^rollout\.quantization=fp8_blockwise: widths .* 576 is not; use fp8$"):
+        check_architectures(small, planned_architectures(small))
     mixture = recipe("qwen3_30b_a3b_grpo", "actor.fp8=blockwise")
     with pytest.raises(RecipeError, match=r"^actor\.fp8=blockwise: the model has experts, .*; leave it out$"):
         check_architectures(mixture, planned_architectures(mixture))

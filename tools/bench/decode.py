@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16, blocks of 128": {"block_size": 128},
     "fp8": {"quantization": "fp8"},
     "fp8, compiled": {"quantization": "fp8", "compiled": True},
+    "fp8 by blocks": {"quantization": "fp8_blockwise"},
     "fp8, cache too": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "fp8, cache too, blocks of 128": {"quantization": "fp8", "kv_cache_dtype": "fp8", "block_size": 128},
 }

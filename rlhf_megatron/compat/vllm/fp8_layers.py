@@ -19,18 +19,21 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from rlhf_megatron.compat.vllm import fp8_experts, fp8_linear
 from rlhf_megatron.compat.vllm.fp8_experts import Fp8ExpertsMethod
-from rlhf_megatron.compat.vllm.fp8_linear import Fp8LinearMethod
+from rlhf_megatron.compat.vllm.fp8_linear import Fp8BlockwiseLinearMethod, Fp8LinearMethod
+from rlhf_megatron.recipe.rollout import Quantization
 
-METHOD = "rlhf_megatron_fp8"
 _COPIES = {own for name in ("weight", *fp8_experts.WEIGHTS) for own in fp8_linear.copy_names(name)}
 
 
 class Fp8Config(QuantizationConfig):  # type: ignore[misc]
     """Choice of the layers that are quantized; nothing about it is in a checkpoint."""
 
+    kind: Quantization = "fp8"
+    of_linear_layers: type[Fp8LinearMethod] = Fp8LinearMethod
+
     def get_name(self) -> str:
         """See vLLM."""
-        return METHOD
+        return method_name(self.kind)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """See vLLM."""
@@ -57,13 +60,31 @@ class Fp8Config(QuantizationConfig):  # type: ignore[misc]
             return None if fp8_experts.refusal(layer.moe_config) else Fp8ExpertsMethod(layer.moe_config)
         if not isinstance(layer, LinearBase):
             return None
-        return UnquantizedLinearMethod() if isinstance(layer, ReplicatedLinear) else Fp8LinearMethod()
+        return UnquantizedLinearMethod() if isinstance(layer, ReplicatedLinear) else self.of_linear_layers()
+
+
+class Fp8BlockwiseConfig(Fp8Config):
+    """The same with linear layers by blocks; experts as ever."""
+
+    kind = "fp8_blockwise"
+    of_linear_layers = Fp8BlockwiseLinearMethod
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """See vLLM: Hopper and later have a kernel for blocks."""
+        return 90
+
+
+def method_name(kind: Quantization) -> str:
+    """Return the name that vLLM knows a recipe's ``rollout.quantization`` by."""
+    return f"rlhf_megatron_{kind}"
 
 
 @functools.cache
 def install() -> None:
-    """Make the method known to vLLM in this process."""
-    register_quantization_config(METHOD)(Fp8Config)
+    """Make the methods known to vLLM in this process."""
+    for config in (Fp8Config, Fp8BlockwiseConfig):
+        register_quantization_config(method_name(config.kind))(config)
 
 
 def is_full_precision(name: str) -> bool:

@@ -2,7 +2,8 @@
 
 A layer keeps its full-precision ``weight``, which a weight sync fills or which is the actor's own memory, and gets a
 quantized copy with one scale for each row. Activations get one scale for each token as they come. So y = x W^T becomes
-(s_x q_x) (q_W s_W)^T, where q = round(v / s) in e4m3 and s = max |v| / 448, as in arXiv 2209.05433, section 3, by rows.
+(s_x q_x) (q_W s_W)^T, where q = round(v / s) in e4m3 and s = max |v| / 448, as in arXiv 2209.05433, section 3, by rows;
+or as training in 8 bits does it (arXiv 2412.19437, section 3.3): by blocks of 128 x 128 weights and 128 activations.
 
 Import after ``process_environment.prepare_environment``: it imports vLLM.
 """
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from rlhf_megatron.errors import RolloutError
+
 TYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(TYPE).max
 _SMALLEST_SCALE = 1 / (LARGEST * 512)  # vLLM's kernel has the same
+BLOCK = 128
 
 
 def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -35,9 +39,26 @@ def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, 
 
 def quantized_by_torch(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize as ``quantized_rows`` does, in plain torch."""
-    scale = (values.abs().amax(1, keepdim=True).float() / LARGEST).clamp(min=_SMALLEST_SCALE)
-    quantized = (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE)
+    quantized, scale = _quantized(values, 1)
     return quantized if into is None else into.copy_(quantized), scale
+
+
+def _quantized(values: Tensor, *dimensions: int) -> tuple[Tensor, Tensor]:
+    """Quantize with one scale for what differs in these ``dimensions`` alone, of which the scales have one each."""
+    scale = (values.abs().amax(dimensions, keepdim=True).float() / LARGEST).clamp(min=_SMALLEST_SCALE)
+    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE), scale
+
+
+def quantized_groups(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [n, m] by groups of 128 of a row -> (e4m3 [n, m], scales [n, m / 128] float32)."""
+    quantized, scale = _quantized(values.unflatten(1, (-1, BLOCK)), 2)
+    return quantized.flatten(1), scale[..., 0]
+
+
+def quantized_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize [n, m] by blocks of 128 x 128 -> (e4m3 [n, m], scales [n / 128, m / 128] float32)."""
+    quantized, scale = _quantized(values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), 1, 3)
+    return quantized.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
 
 
 def copy_names(name: str) -> tuple[str, str]:
@@ -90,4 +111,47 @@ class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
             output = _custom_ops.cutlass_scaled_mm(quantized, weight, scale, layer.weight_scale, x.dtype, bias)
         else:
             output = product(tokens, layer.quantized_weight, layer.weight_scale, bias)
+        return output.view(*x.shape[:-1], -1)
+
+
+class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
+    """The same, with a scale for each block, as where the trainer multiplies in 8 bits."""
+
+    def create_weights(self, layer: Any, *arguments: Any, **named: Any) -> None:
+        """Create the full-precision weight, and room for the quantized one.
+
+        Raises:
+            RolloutError: a rank's part of the weight is not made of whole blocks.
+        """
+        UnquantizedLinearMethod.create_weights(self, layer, *arguments, **named)
+        rows, columns = layer.weight.shape
+        if rows % BLOCK or columns % BLOCK:
+            raise RolloutError(
+                f"rollout.quantization=fp8_blockwise: a rank has {rows} x {columns} weights of a linear layer, which "
+                f"are not whole blocks of {BLOCK} x {BLOCK}; use fp8, or a smaller rollout.layout.tensor"
+            )
+        add_room(layer)
+        scale = torch.empty(rows // BLOCK, columns // BLOCK, dtype=torch.float32, device=layer.weight.device)
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantize the weight as it is now, in place."""
+        for own, values in zip(copy_names("weight"), quantized_blocks(layer.weight.data), strict=True):
+            getattr(layer, own).data.copy_(values)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply [..., columns] -> [..., rows], in the type of ``x``."""
+        # In plain torch, of which vLLM's compiler makes one kernel with what comes before.
+        quantized, scale = quantized_groups(x.reshape(-1, x.shape[-1]))
+        if x.is_cuda:
+            from vllm import _custom_ops
+
+            by_columns = scale.t().contiguous().t()  # as the kernel reads them
+            weight, of_blocks = layer.quantized_weight.t(), layer.weight_scale.t()
+            output = _custom_ops.cutlass_scaled_mm(quantized, weight, by_columns, of_blocks, x.dtype)
+        else:
+            of_weights = layer.weight_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            weight = layer.quantized_weight.float() * of_weights
+            output = ((quantized.float() * scale.repeat_interleave(BLOCK, 1)) @ weight.t()).to(x.dtype)
+        output = output if bias is None else output + bias  # the kernel for blocks adds none
         return output.view(*x.shape[:-1], -1)

@@ -77,11 +77,11 @@ def make_llm(arguments: dict[str, Any], section: RolloutSection, shared: Mapping
     from vllm import LLM
 
     quantizes = section.quantization is not None
-    if quantizes:
+    if section.quantization is not None:
         from rlhf_megatron.compat.vllm import fp8_layers
 
         fp8_layers.install()
-        arguments["quantization"] = fp8_layers.METHOD
+        arguments["quantization"] = fp8_layers.method_name(section.quantization)
     drafts = section.speculative is not None and section.speculative.has_draft_model
     if drafts:
         draft_models.heads_have_output_layers()
@@ -107,6 +107,6 @@ def tell_of_experts_in_full(model: torch.nn.Module) -> None:
 
     if reasons := fp8_layers.left_in_full(model):
         warnings.warn(
-            f"rollout.quantization=fp8: the experts of {len(reasons)} layers stay as they are: {reasons[0]}",
+            f"rollout.quantization: the experts of {len(reasons)} layers stay as they are: {reasons[0]}",
             stacklevel=2,
         )
