@@ -301,4 +301,5 @@ def test_outputs_and_steps_equal_peft(name: str, home: Path, results: dict[str, 
     with torch.no_grad():
         for row in zip(prompts, responses, strict=True):
             assert (row_logprobs(merged, *row) - row_logprobs(trained, *row)).abs().max() < given.weights_within
-            assert (row_logprobs(merged, *row) - row_logprobs(again, *row)).abs().max() < 1e-5
+            # The same weights, but B A x is added to W x here, and B A to W there: delta nets amplify that rounding.
+            assert (row_logprobs(merged, *row) - row_logprobs(again, *row)).abs().max() < given.weights_within
