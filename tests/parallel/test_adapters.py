@@ -301,5 +301,9 @@ def test_outputs_and_steps_equal_peft(name: str, home: Path, results: dict[str, 
     with torch.no_grad():
         for row in zip(prompts, responses, strict=True):
             assert (row_logprobs(merged, *row) - row_logprobs(trained, *row)).abs().max() < given.weights_within
-            # The same weights, but B A x is added to W x here, and B A to W there: delta nets amplify that rounding.
-            assert (row_logprobs(merged, *row) - row_logprobs(again, *row)).abs().max() < given.weights_within
+    # The same weights, but one adds B A x to W x, and one B A to W: delta nets amplify what float32 makes of that.
+    if not any("experts" in tensor for tensor in merged.state_dict()):  # whose products torch has not in float64
+        merged, again = merged.double(), again.double()
+    with torch.no_grad():
+        for row in zip(prompts, responses, strict=True):
+            assert (row_logprobs(merged, *row) - row_logprobs(again, *row)).abs().max() < 1e-5
