@@ -6,12 +6,16 @@ Activations and gradients have a scale for each 1 x 128 numbers, weights for eac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.models.description import Architecture
 from rlhf_megatron.models.rectangles import Implementation
 from rlhf_megatron.recipe.role_sections import Fp8Recipe
 
-TOKENS = 128
+BLOCK = 128
+"""Rows and columns of weights, or numbers of a token, that have one scale."""
+TOKENS = BLOCK
 """Tokens of a rank come in multiples of this: those of one scale in the gradients of weights. With fewer Transformer
 Engine gathers sequence-parallel activations unquantized."""
 _COLUMNS = 16  # of which every width is a multiple: 16 bytes, asked for by cuBLAS; the last block may be smaller
@@ -38,31 +42,38 @@ def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> N
 
 def unsupported_in_fp8(architecture: Architecture, tensor: int) -> str | None:
     """Return why a model whose layers are cut into ``tensor`` parts is not trained in 8 bits; None where it is."""
-    a = architecture
-    parts = {
-        "experts": a.experts,
-        "latent attention": a.latent,
-        "delta nets": a.delta_net,
-        "heads of two sizes": a.full_heads,
-    }
-    present = next((name for name, part in parts.items() if part), None)
+    present = _part_unlike_dense_layers(architecture)
     if present:
         return f"the model has {present}, for which it is not available in this version"
-    widths = _widths(a, tensor)
-    odd = next((f"{name} {width}" for name, width in widths.items() if width % _COLUMNS), None)
-    return odd and f"widths must be multiples of {_COLUMNS}, and {odd} is not"
+    return _odd_width(_widths(architecture, tensor), _COLUMNS)
 
 
 def parts_of_blocks(architecture: Architecture, tensor: int) -> str | None:
     """Return which width of a GPU's linear layers, of ``tensor`` that share them, is not made of whole blocks, as a
     rollout by blocks needs them; None if all are, or layers are of other kinds, which the engine looks at."""
-    if architecture.experts or architecture.latent or architecture.delta_net or architecture.full_heads:
+    if _part_unlike_dense_layers(architecture):
         return None
     widths = _widths(architecture, tensor)
     joined = widths["the heads of a GPU"] + 2 * widths.pop("the key-value heads of a GPU")
     widths |= {"the heads of a GPU, queries, keys and values": joined}  # one layer of vLLM's
-    part = next((f"{name} {width}" for name, width in widths.items() if width % TOKENS), None)
-    return part and f"widths must be multiples of {TOKENS}, and {part} is not"
+    return _odd_width(widths, BLOCK)
+
+
+def _part_unlike_dense_layers(architecture: Architecture) -> str | None:
+    """Return which part of the model has other products than a dense layer; None where none has."""
+    parts = {
+        "experts": architecture.experts,
+        "latent attention": architecture.latent,
+        "delta nets": architecture.delta_net,
+        "heads of two sizes": architecture.full_heads,
+    }
+    return next((name for name, part in parts.items() if part), None)
+
+
+def _odd_width(widths: Mapping[str, int], multiple: int) -> str | None:
+    """Return the first width that is no such multiple, as words; None where all are."""
+    odd = next((f"{name} {width}" for name, width in widths.items() if width % multiple), None)
+    return odd and f"widths must be multiples of {multiple}, and {odd} is not"
 
 
 def _widths(architecture: Architecture, tensor: int) -> dict[str, int]:

@@ -22,23 +22,30 @@ from parallel.test_fp8_rollout import (
     differences,
     make_models,
     rounded,
+    rounded_blocks,
 )
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+
+
+def quantized_layer(weight: torch.Tensor, kind: str, block: tuple[int, int] | None = None) -> tuple[Any, Any]:
+    """Return (layer, method of this class) with a quantized copy of a bfloat16 weight."""
+    from rlhf_megatron.compat.vllm import fp8_linear
+
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.cuda(), requires_grad=False)
+    fp8_linear.add_room(layer, block=block)
+    of_kind = getattr(fp8_linear, kind)
+    method = of_kind.__new__(of_kind)  # vLLM's constructor asks for an engine's settings
+    method.process_weights_after_loading(layer)
+    return layer, method
 
 
 @pytest.mark.parametrize("rows", [768, 40], ids=["multiple of 16", "not"])
 def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
     prepare_environment()
-    from rlhf_megatron.compat.vllm import fp8_linear
-
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 100, 512), (rows, 512), rows))
-    layer: Any = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(weight.cuda(), requires_grad=False)
-    fp8_linear.add_room(layer)
-    # vLLM's constructor asks for an engine's settings.
-    method = fp8_linear.Fp8LinearMethod.__new__(fp8_linear.Fp8LinearMethod)
-    method.process_weights_after_loading(layer)
+    layer, method = quantized_layer(weight, "Fp8LinearMethod")
     for given in (bias, None):
         expected = rounded(x.float().view(-1, 512)) @ rounded(weight.float()).t() + (0 if given is None else given)
         found = method.apply(layer, x.cuda(), None if given is None else given.cuda())
@@ -50,28 +57,13 @@ def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
         assert difference.median() < 0.004 * expected.abs().mean()
 
 
-def by_blocks(weight: torch.Tensor) -> tuple[Any, Any]:
-    """Return (layer, method) of a rollout in 8 bits by blocks, with a bfloat16 weight."""
-    from rlhf_megatron.compat.vllm import fp8_linear
-
-    layer: Any = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(weight.cuda(), requires_grad=False)
-    fp8_linear.add_room(layer)
-    scale = torch.empty(*(size // 128 for size in weight.shape), dtype=torch.float32, device="cuda")
-    layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
-    method = fp8_linear.Fp8BlockwiseLinearMethod.__new__(fp8_linear.Fp8BlockwiseLinearMethod)
-    method.process_weights_after_loading(layer)
-    return layer, method
-
-
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200])
 def test_a_layer_by_blocks_is_the_product_of_what_is_left_of_both(tokens: int) -> None:
     prepare_environment()
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((tokens, 512), (768, 512), 768))
-    layer, method = by_blocks(weight)
-    blocks = weight.float().unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).movedim(2, 1)
-    back = rounded(blocks.reshape(-1, 128 * 128)).view_as(blocks).movedim(1, 2).reshape(weight.shape)
+    layer, method = quantized_layer(weight, "Fp8BlockwiseLinearMethod", block=(128, 128))
+    back = rounded_blocks(weight.float())
     for given in (bias, None):
         expected = rounded(x.float(), parts=4) @ back.t() + (0 if given is None else given)
         found = method.apply(layer, x.cuda(), None if given is None else given.cuda())
@@ -92,7 +84,7 @@ def test_a_layer_by_blocks_is_that_of_training() -> None:
         linear.weight.copy_(weight)
         with training.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
             expected = linear(x.cuda()).float()
-    layer, method = by_blocks(weight)
+    layer, method = quantized_layer(weight, "Fp8BlockwiseLinearMethod", block=(128, 128))
     difference = (method.apply(layer, x.cuda()).float() - expected).abs()
     in_full = (x.cuda().float() @ weight.cuda().float().t() - expected).abs()
     assert difference.median() < 0.1 * in_full.median(), "they differ by rounding, not by what is left of the numbers"

@@ -107,6 +107,12 @@ def rounded(values: Tensor, parts: int = 1) -> Tensor:
     return ((values_of_parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
 
 
+def rounded_blocks(values: Tensor) -> Tensor:
+    """Return what e4m3 with one scale for each block of 128 x 128 leaves of [n, m]."""
+    blocks = values.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).movedim(2, 1)
+    return rounded(blocks.reshape(-1, 128 * 128)).view_as(blocks).movedim(1, 2).reshape(values.shape)
+
+
 def quantized_model(folder: Path, tensor: int = 1, expert_parallel: bool = False) -> Any:
     """Return the folder's model, whose linear layers and experts round their weights and what they are given, as
     ``tensor`` ranks would; not the output layer and routers."""
@@ -221,9 +227,7 @@ def model_of_rounded_blocks(folder: Path) -> Any:
     model = load_model(folder)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and name != "lm_head":
-            blocks = layer.weight.data.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).movedim(2, 1)
-            back = rounded(blocks.reshape(-1, 128 * 128)).view_as(blocks).movedim(1, 2)
-            layer.weight.data = back.reshape(layer.weight.shape)
+            layer.weight.data = rounded_blocks(layer.weight.data)
             layer.register_forward_pre_hook(lambda _, given: (rounded(given[0][0], given[0].shape[2] // 128)[None],))
     return model
 

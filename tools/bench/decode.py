@@ -14,7 +14,6 @@ import functools
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +23,9 @@ from typing import Any
 import torch
 from gpu_clock import milliseconds
 from kernel_times import kernel_times
-from launching import run_on_ranks
+from launching import main_or_rank, measured_on_ranks
 from reports import spread, write_report
-from rollout import TOY
-
-from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rollout import model_or_toy
 
 # Of the recipe's rollout section; block_size is vLLM's own, which no recipe has. With ``compiled`` inputs of linear
 # layers are quantized in plain torch, of which its compiler makes one kernel with what comes before.
@@ -59,18 +56,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/results/decode.json"), help="default: %(default)s")
     options = parser.parse_args()
     rows, failed = [], False
-    with tempfile.TemporaryDirectory() as folder:
-        toy, result = Path(folder), Path(folder) / "result.json"
-        (toy / "config.json").write_text(json.dumps(TOY), encoding="utf-8")
-        model = options.model or (Path("recipes/models/qwen2.5-7b") if on_gpu else toy)
+    with model_or_toy(options.model) as model:
         for name in options.settings:
             given = {"model": str(model), "name": name, "running": options.running, "size": "gpu" if on_gpu else "toy"}
-            reason = run_on_ranks(1, Path(__file__).resolve(), [json.dumps(given), str(result)], 600.0)
+            reason, found = measured_on_ranks(1, Path(__file__), given, 600.0)
             failed |= bool(reason)
-            found = [{"failed": reason}] if reason else json.loads(result.read_text(encoding="utf-8"))
-            rows += [{"setting": name, **row} for row in found]
-            print(json.dumps(rows[-len(found) :]), flush=True)
-            write_report(options.output, {"model": model.name if options.model or on_gpu else "toy", "rows": rows})
+            found = [{"setting": name, **row} for row in ([{"failed": reason}] if reason else found)]
+            rows += found
+            print(json.dumps(found), flush=True)
+            write_report(options.output, {"model": model.name, "rows": rows})
     return int(failed)
 
 
@@ -84,11 +78,10 @@ def measure(model: str, name: str, running: list[int], size: str) -> list[dict[s
     if setting.pop("compiled", False):
         from rlhf_megatron.compat.vllm import fp8_linear
 
-        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = (
-            "1"  # where code is found by its file, not by what stands for it here
-        )
+        # The cache finds code by its file, not by what stands for it here.
+        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         fp8_linear.quantized_rows = fp8_linear.quantized_by_torch
-    own = {key: setting.pop(key) for key in ("block_size",) if key in setting}
+    own = {"block_size": setting.pop("block_size")} if "block_size" in setting else {}
     made = vllm_engine.engine_arguments
     vllm_engine.engine_arguments = lambda *given, **named: made(*given, **named) | own
     section = RolloutSection(
@@ -108,6 +101,7 @@ def measure(model: str, name: str, running: list[int], size: str) -> list[dict[s
         return taken
 
     rows = []
+    bandwidth = bytes_per_millisecond() if torch.cuda.is_available() else None
     for count in running:
         generate(count, 1)  # from now on prompts are in the cache
         steps = []
@@ -116,9 +110,23 @@ def measure(model: str, name: str, running: list[int], size: str) -> list[dict[s
             if repeat >= WARM_UPS:
                 steps.append(seconds / (longer - shorter) * 1000)
         read = bytes_of_step(model, setting, count * (length + (shorter + longer) / 2))
-        profile = kernel_times(functools.partial(generate, count, profiled), profiled)
-        rows.append({"running": count, "step_ms": spread(steps), **floor(read), "kernels": profile})
+        rows.append(
+            {
+                "running": count,
+                "step_ms": spread(steps),
+                "read_gb": {key: size / 1e9 for key, size in read.items()},
+                "floor_ms": sum(read.values()) / bandwidth if bandwidth else None,
+                "kernels": kernel_times(functools.partial(generate, count, profiled), profiled),
+            }
+        )
     return rows
+
+
+def bytes_per_millisecond() -> float:
+    """Return what a large copy on the GPU reads and writes."""
+    source = torch.empty(1 << 31, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source), 2, 10)["median"]
 
 
 def bytes_of_step(model: str, setting: Mapping[str, Any], tokens: float) -> dict[str, float]:
@@ -136,28 +144,5 @@ def bytes_of_step(model: str, setting: Mapping[str, Any], tokens: float) -> dict
     }
 
 
-def floor(read: Mapping[str, float]) -> dict[str, Any]:
-    """Return the milliseconds of reading this, where there is a GPU to read with."""
-    if not torch.cuda.is_available():
-        return {}
-    source = torch.empty(1 << 31, dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    copy = milliseconds(lambda: target.copy_(source), 2, 10)["median"]
-    bandwidth = 2 * source.numel() / copy  # bytes a millisecond, read and written
-    return {"read_gb": {key: size / 1e9 for key, size in read.items()}, "floor_ms": sum(read.values()) / bandwidth}
-
-
-def run_rank(settings: dict[str, Any], output: Path) -> None:
-    """Do the part of the rank, which writes the result."""
-    prepare_environment()
-    from rlhf_megatron.topology.world import join_world
-
-    join_world()
-    output.write_text(json.dumps(measure(**settings)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
-        run_rank(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, measure))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 # The last line of a traceback, behind torch's mark of the rank; not torchrun's own, which says only that a rank failed.
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*(?!ChildFailed)\w*(?:Error|Exception): .*)")
@@ -23,6 +25,33 @@ def run_on_ranks(
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
     meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     return run("the ranks", ["-P", *torchrun, *meeting, str(script), *arguments], seconds, folder)
+
+
+def measured_on_ranks(
+    ranks: int, script: Path, settings: Mapping[str, Any], seconds: float | None = None
+) -> tuple[str, Any]:
+    """Measure under torchrun, with ``settings``, by a script that ends in ``main_or_rank``; return why that failed, or
+    nothing, and what rank 0 found."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        reason = run_on_ranks(ranks, script.resolve(), [json.dumps(settings), str(output)], seconds)
+        return reason, None if reason else json.loads(output.read_text(encoding="utf-8"))
+
+
+def main_or_rank(main: Callable[[], int], measure: Callable[..., Any]) -> int:
+    """Do ``main``; in a process that ``measured_on_ranks`` started, a rank's part of it. Return the exit status."""
+    if "RANK" not in os.environ:
+        return main()
+    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+
+    prepare_environment()
+    from rlhf_megatron.topology.world import join_world
+
+    join_world()
+    result = measure(**json.loads(sys.argv[1]))
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    return 0
 
 
 def run(

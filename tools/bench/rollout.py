@@ -16,15 +16,15 @@ that.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
-import os
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -33,10 +33,8 @@ from typing import TYPE_CHECKING, Any
 import raw_engines
 import torch
 import torch.distributed as dist
-from launching import run_on_ranks
+from launching import main_or_rank, measured_on_ranks
 from reports import exit_status, write_report
-
-from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 if TYPE_CHECKING:
     from rlhf_megatron.generation.prompt_groups import Group
@@ -73,22 +71,29 @@ def main() -> int:
     parser.add_argument("--oversample", type=float, default=1.25, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("docs/results/rollout.json"), help="default: %(default)s")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        toy = Path(folder)
-        (toy / "config.json").write_text(json.dumps(TOY), encoding="utf-8")
-        model = options.model or (Path("recipes/models/qwen2.5-7b") if on_gpu else toy)
+    with model_or_toy(options.model) as model:
         settings = {
             "model": str(model),
-            "size": "toy" if model == toy else "gpu",
+            "size": "gpu" if options.model or on_gpu else "toy",
             "repeats": options.repeats,
             "oversample": options.oversample,
         }
-        arguments = [json.dumps(settings), str(toy / "result.json")]
-        if run_on_ranks(options.replicas, Path(__file__), arguments):
-            return 1
-        result = json.loads((toy / "result.json").read_text(encoding="utf-8"))
+        failed, result = measured_on_ranks(options.replicas, Path(__file__), settings)
+    if failed:
+        return 1
+    print(json.dumps(result, indent=1))
     write_report(options.output, result)
     return exit_status(misses(result, TARGETS if on_gpu else {}))
+
+
+@contextlib.contextmanager
+def model_or_toy(given: Path | None) -> Iterator[Path]:
+    """Give a model's folder within the block: the ``given`` one, else Qwen2.5-7B's, on CPUs that of a toy."""
+    with tempfile.TemporaryDirectory() as folder:
+        toy = Path(folder) / "toy"
+        toy.mkdir()
+        (toy / "config.json").write_text(json.dumps(TOY), encoding="utf-8")
+        yield given or (Path("recipes/models/qwen2.5-7b") if torch.cuda.is_available() else toy)
 
 
 def misses(report: dict[str, Any], targets: dict[str, float]) -> list[str]:
@@ -99,19 +104,6 @@ def misses(report: dict[str, Any], targets: dict[str, float]) -> list[str]:
         for name, least in targets.items()
         if name in ratios and ratios[name]["median"] < least
     ]
-
-
-def run_rank(settings: dict[str, Any], output: Path) -> None:
-    """Do one rank's part; rank 0 writes the result."""
-    prepare_environment()
-    from rlhf_megatron.topology.world import join_world
-
-    join_world()
-    leads = dist.get_rank() == 0  # the engine's end is that of torch.distributed
-    result = measure(**settings)
-    if leads:
-        output.write_text(json.dumps(result), encoding="utf-8")
-        print(json.dumps(result, indent=1))
 
 
 def measure(model: str, size: str, repeats: int, oversample: float) -> dict[str, Any]:
@@ -313,6 +305,4 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        sys.exit(main())
-    run_rank(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main_or_rank(main, measure))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 from random import Random
@@ -22,11 +21,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from launching import run_on_ranks
+from launching import main_or_rank, measured_on_ranks
 from reports import spread, write_report
-from rollout import TOY
-
-from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rollout import model_or_toy
 
 WARM_UPS, SAMPLED = 1, (2, 500)
 # prompts, responses to each, tokens of a prompt, mean and longest response
@@ -49,19 +46,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("docs/results/speculation.json"))
     options = parser.parse_args()
     rows, failed = [], False
-    with tempfile.TemporaryDirectory() as folder:
-        toy, result = Path(folder), Path(folder) / "result.json"
-        (toy / "config.json").write_text(json.dumps(TOY), encoding="utf-8")
-        model = options.model or (Path("recipes/models/qwen2.5-7b") if on_gpu else toy)
+    with model_or_toy(options.model) as model:
         for number in options.settings or range(len(SETTINGS)):
             size = "gpu" if on_gpu else "toy"
             given = {
                 "model": str(model), "number": number, "repeats": options.repeats, "size": size,
                 "method": options.method, "draft_model": options.draft_model and str(options.draft_model),
             }  # fmt: skip
-            reason = run_on_ranks(1, Path(__file__).resolve(), [json.dumps(given), str(result)], 600.0)
+            reason, row = measured_on_ranks(1, Path(__file__), given, 600.0)
             failed |= bool(reason)
-            rows.append({"failed": reason} if reason else json.loads(result.read_text(encoding="utf-8")))
+            rows.append({"failed": reason} if reason else row)
             print(json.dumps(rows[-1]), flush=True)
             write_report(options.output, {"model": model.name, "method": options.method, "rows": with_ratios(rows)})
     return int(failed)
@@ -122,17 +116,5 @@ def measure(model: str, number: int, repeats: int, size: str, method: Any, draft
     }  # fmt: skip
 
 
-def run_rank(settings: dict[str, Any], output: Path) -> None:
-    """Do the part of the rank, which writes the result."""
-    prepare_environment()
-    from rlhf_megatron.topology.world import join_world
-
-    join_world()
-    output.write_text(json.dumps(measure(**settings)), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
-        run_rank(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    else:
-        sys.exit(main())
+    sys.exit(main_or_rank(main, measure))

@@ -66,10 +66,14 @@ def copy_names(name: str) -> tuple[str, str]:
     return f"quantized_{name}", f"{name}_scale"
 
 
-def add_room(layer: Any, name: str = "weight") -> None:
-    """Give a layer the parameters of the quantized copy of one of [..., rows, columns], which hold nothing yet."""
+def add_room(layer: Any, name: str = "weight", block: tuple[int, int] | None = None) -> None:
+    """Give a layer the parameters of the quantized copy of one of [..., rows, columns], which hold nothing yet; with a
+    scale for each row, or each ``block`` of so many rows and columns."""
     quantized = torch.empty_like(getattr(layer, name), dtype=TYPE)
-    scale = torch.empty(*quantized.shape[:-1], 1, dtype=torch.float32, device=quantized.device)
+    *stacked, rows, columns = quantized.shape
+    rows_of_scale, columns_of_scale = block or (1, columns)
+    scales = *stacked, rows // rows_of_scale, columns // columns_of_scale
+    scale = torch.empty(scales, dtype=torch.float32, device=quantized.device)
     for own, tensor in zip(copy_names(name), (quantized, scale), strict=True):
         layer.register_parameter(own, torch.nn.Parameter(tensor, requires_grad=False))
 
@@ -102,16 +106,19 @@ class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply [..., columns] -> [..., rows], in the type of ``x``."""
-        tokens = x.reshape(-1, x.shape[-1])
-        if x.is_cuda:
-            from vllm import _custom_ops
-
-            quantized, scale = quantized_rows(tokens)
-            weight = layer.quantized_weight.t()
-            output = _custom_ops.cutlass_scaled_mm(quantized, weight, scale, layer.weight_scale, x.dtype, bias)
-        else:
-            output = product(tokens, layer.quantized_weight, layer.weight_scale, bias)
+        output = self.multiply(layer, x.reshape(-1, x.shape[-1]), bias)
         return output.view(*x.shape[:-1], -1)
+
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply [n, columns] -> [n, rows], in the type of ``x``."""
+        if not x.is_cuda:
+            return product(x, layer.quantized_weight, layer.weight_scale, bias)
+        from vllm import _custom_ops
+
+        quantized, scale = quantized_rows(x)
+        weight = layer.quantized_weight.t()
+        output: Tensor = _custom_ops.cutlass_scaled_mm(quantized, weight, scale, layer.weight_scale, x.dtype, bias)
+        return output
 
 
 class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
@@ -130,19 +137,17 @@ class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
                 f"rollout.quantization=fp8_blockwise: a rank has {rows} x {columns} weights of a linear layer, which "
                 f"are not whole blocks of {BLOCK} x {BLOCK}; use fp8, or a smaller rollout.layout.tensor"
             )
-        add_room(layer)
-        scale = torch.empty(rows // BLOCK, columns // BLOCK, dtype=torch.float32, device=layer.weight.device)
-        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+        add_room(layer, block=(BLOCK, BLOCK))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantize the weight as it is now, in place."""
         for own, values in zip(copy_names("weight"), quantized_blocks(layer.weight.data), strict=True):
             getattr(layer, own).data.copy_(values)
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply [..., columns] -> [..., rows], in the type of ``x``."""
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """See Fp8LinearMethod."""
         # In plain torch, of which vLLM's compiler makes one kernel with what comes before.
-        quantized, scale = quantized_groups(x.reshape(-1, x.shape[-1]))
+        quantized, scale = quantized_groups(x)
         if x.is_cuda:
             from vllm import _custom_ops
 
@@ -153,5 +158,4 @@ class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
             of_weights = layer.weight_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             weight = layer.quantized_weight.float() * of_weights
             output = ((quantized.float() * scale.repeat_interleave(BLOCK, 1)) @ weight.t()).to(x.dtype)
-        output = output if bias is None else output + bias  # the kernel for blocks adds none
-        return output.view(*x.shape[:-1], -1)
+        return output if bias is None else output + bias  # the kernel for blocks adds none

@@ -76,16 +76,16 @@ def make_llm(arguments: dict[str, Any], section: RolloutSection, shared: Mapping
     import vllm.entrypoints.llm  # noqa: F401  (a missing dependency is hidden by ``from vllm import LLM``)
     from vllm import LLM
 
-    quantizes = section.quantization is not None
-    if section.quantization is not None:
+    quantization = section.quantization
+    if quantization:
         from rlhf_megatron.compat.vllm import fp8_layers
 
         fp8_layers.install()
-        arguments["quantization"] = fp8_layers.method_name(section.quantization)
+        arguments["quantization"] = fp8_layers.method_name(quantization)
     drafts = section.speculative is not None and section.speculative.has_draft_model
     if drafts:
         draft_models.heads_have_output_layers()
-    offered = shared_weights.offered(shared) if shared or quantizes or drafts else contextlib.nullcontext()
+    offered = shared_weights.offered(shared) if shared or quantization or drafts else contextlib.nullcontext()
     with offered, internals.own_rotary_modules():
         try:
             llm = LLM(**arguments)
@@ -96,7 +96,7 @@ def make_llm(arguments: dict[str, Any], section: RolloutSection, shared: Mapping
             if refusal is None:
                 raise
             raise refusal from error
-    if quantizes:
+    if quantization:
         tell_of_experts_in_full(internals.model(llm.llm_engine))
     return llm
 
