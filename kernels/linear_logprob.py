@@ -29,6 +29,7 @@ def linear_logprobs(
     block_columns: int | None = None,
     kept_bytes: int = 0,
     soft_cap: float | None = None,
+    weight_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return logprob of each target and entropy of each distribution, both [T] float32 (float64 for float64 inputs).
 
@@ -42,13 +43,14 @@ def linear_logprobs(
     ``block_columns`` of the vocabulary exist as logits at a time, by default as many pieces as fill ``BLOCK_BYTES``.
     Where all logits of the rank, T x V_local in the inputs' type, take no more than ``kept_bytes`` and there will be a
     backward pass, they are one block that stays until then, and becomes their gradient.
+    ``weight_sum`` [V_local, H] float32 gets the gradient of ``weight`` added, and autograd numbers without a meaning.
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     kept_rows = _kept_rows(len(hidden), kept_bytes // (len(weight) * hidden.itemsize)) if learns else 0
     columns = block_columns or PIECE * max(1, BLOCK_BYTES // max(1, len(hidden) * hidden.itemsize * PIECE))
     columns = len(weight) if kept_rows else columns
     return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, weight, targets, tensor_group, vocab_size, temperature, columns, kept_rows, soft_cap
+        hidden, weight, targets, tensor_group, vocab_size, temperature, columns, kept_rows, soft_cap, weight_sum
     )
 
 
@@ -165,6 +167,7 @@ class _LinearLogprobs(torch.autograd.Function):
         block_columns: int,
         kept_rows: int,
         soft_cap: float | None,
+        weight_sum: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rank = group.rank() if group is not None else 0
         real = min(max(vocab_size - rank * len(weight), 0), len(weight))
@@ -197,12 +200,15 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = (target_logits - log_normaliser).masked_fill(~known, torch.nan)
         ctx.save_for_backward(hidden, weight, local, log_normaliser, entropy)
         ctx.temperature, ctx.soft_cap, ctx.blocks, ctx.kept = temperature, soft_cap, blocks, kept
+        ctx.weight_sum = weight_sum
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, log_normaliser, entropy = ctx.saved_tensors
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight) if ctx.weight_sum is None else torch.empty_like(weight)
         of_hidden = torch.zeros(hidden.shape, dtype=entropy.dtype, device=hidden.device)
         turn = functools.partial(
             _implementation(hidden).to_gradient, temperature=ctx.temperature, soft_cap=ctx.soft_cap
@@ -213,9 +219,11 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = hidden @ rows.T if kept is None else kept
             gradient = turn(logits, local - block.start, log_normaliser, entropy, *gradients)
             _add_product(of_hidden, gradient, rows)
-            if of_weight is not None:
+            if ctx.weight_sum is not None:
+                _add_product(ctx.weight_sum[block], gradient.T, hidden)
+            elif of_weight is not None:
                 torch.mm(gradient.T, hidden, out=of_weight[block])
-        return of_hidden.to(hidden.dtype), of_weight, *(None,) * 7
+        return of_hidden.to(hidden.dtype), of_weight, *(None,) * 8
 
 
 class _Torch:

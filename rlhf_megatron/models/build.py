@@ -103,18 +103,6 @@ def build_model(
     return [chunk.to(config.params_dtype) for chunk in chunks] if config.params_dtype != torch.float32 else chunks
 
 
-def sum_gradients_in_products(model: torch.nn.Module) -> None:
-    """Have Transformer Engine's layers add a weight's gradient to Megatron's float32 sum within the matrix product that
-    makes it: no gradient in bfloat16 in between, which takes memory, time to add, and digits.
-
-    Megatron's config has a switch for it, but that needs NVIDIA's apex for the layers that are Megatron's own.
-    """
-    modules: Iterator[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
-
-
 def _build_chunk(
     architecture: Architecture,
     config: TransformerConfig,

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhf_megatron.compat.torch import as_world
-from rlhf_megatron.models.build import sum_gradients_in_products
+from rlhf_megatron.models.gradient_sums import sum_gradients_in_products
 from rlhf_megatron.monitor.stopwatch import Stopwatch
 from rlhf_megatron.recipe import OptimizerSection
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.packing import MicroBatch
 from rlhf_megatron.kernels.linear_logprob import linear_logprobs
+from rlhf_megatron.models.gradient_sums import gradient_sum
 
 # (each tensor [n] of the output, fields [n]) -> (loss, summed over tokens or rows that carry their global weight;
 # metrics as (sum, count) pairs). A policy's objective gets (logprobs, entropy, fields), a critic's (values, fields).
@@ -88,6 +89,7 @@ class TokenLogprobs:
             self.temperature,
             kept_bytes=self.kept_bytes,
             soft_cap=self.soft_cap,
+            weight_sum=gradient_sum(columns),
         )
 
 
