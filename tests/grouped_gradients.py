@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_megatron.kernels.grouped_gradient import add_grouped_gradient_reference
 from rlhf_megatron.kernels.triton_grouped_gradient import COLUMNS, ROWS, launch
+from triton_kernels import let_loops_end_at_tensors
 
 TOKENS = ([70, 0, 1, 9, 64, 200], [0, 0, 3, 0, 0, 0], [0] * 6)
 SHAPES = ((24, 8), (ROWS + 8, COLUMNS + 8))  # of an expert's matrix: within a tile, and beyond one
@@ -34,20 +34,6 @@ def check(found: Tensor, total: Tensor, gradients: Tensor, inputs: Tensor, token
     torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-4)
     for expert, count in enumerate(tokens):
         assert count or torch.equal(found[expert].cpu(), total[expert])
-
-
-def let_loops_end_at_tensors() -> None:
-    """Let loops end at tensors: numpy 2.4 makes no index of an array with one element, which Triton 3.6's interpreter
-    asks for in ``range``."""
-    from triton.runtime import interpreter
-
-    usual: Any = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        usual(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
 
 
 if __name__ == "__main__":

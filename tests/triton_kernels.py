@@ -15,8 +15,9 @@ import pytest
 def run_in_interpreter(script: str) -> None:
     """Run a script of this folder, which checks kernels; it has to ask for the interpreter before Triton is there."""
     pytest.importorskip("triton", reason="the interpreter comes with Triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     path = Path(__file__).with_name(script)
+    found_in = os.pathsep.join([str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": found_in}
     checked = subprocess.run(
         [sys.executable, "-P", str(path)], env=environment, capture_output=True, text=True, timeout=600
     )
@@ -40,3 +41,17 @@ def assembly_for_hopper(
     assert "cubin" in compiled.asm
     assembly: str = compiled.asm["ptx"]
     return assembly
+
+
+def let_loops_end_at_tensors() -> None:
+    """Let loops end at tensors: numpy 2.4 makes no index of an array with one element, which Triton 3.6's interpreter
+    asks for in ``range``."""
+    from triton.runtime import interpreter
+
+    usual: Any = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        usual(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched

@@ -1,31 +1,45 @@
-"""Products of a decode step in 8 bits by number of sequences: vLLM's kernel and cuBLAS's, beside bfloat16; needs a GPU.
+"""Products of a decode step in 8 bits by number of sequences: vLLM's kernel, cuBLAS's and ours; needs a GPU.
 
     python tools/bench/fp8_products.py [--model recipes/models/qwen2.5-7b] [--rows 64 128 200] [--output FILE.json]
 
-Microseconds of one layer's four linear layers, each also with the quantization of its input as the rollout does it. The
-floor is reading the weights once, as fast as a large copy does.
+Microseconds of one layer's four linear layers, started as CUDA graphs: beside bfloat16, and with the quantization of
+the input as the rollout does it. The floor is reading the weights once, as fast as a large copy does. With --sweep our
+kernel is measured by tiles and splits of the inner dimension too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_clock import milliseconds
+from gpu_clock import milliseconds, recorded
 from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from rlhf_megatron.kernels import triton_fp8_product
+from rlhf_megatron.kernels.triton_fp8_product import TILES, Tiles
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 WARM_UPS, REPEATS = 5, 30
 COPIES = 8  # of the weights, by turns, so that none is found in the GPU's cache
+SWEEP = (
+    TILES,
+    Tiles(stages=3),
+    Tiles(depth=64, stages=6),
+    Tiles(most_tokens=128, warps=4),
+    Tiles(most_tokens=128),
+    Tiles(rows=64, warps=4),
+    Tiles(rows=256, most_tokens=128, stages=3),
+)
+SPLITS = (1, 2, 3, 4, 5, 7)
 
 
 def main() -> int:
@@ -33,6 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("recipes/models/qwen2.5-7b"), help="default: %(default)s")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 200, 256, 512], help="default: %(default)s")
+    parser.add_argument("--sweep", action="store_true", help="by tiles and splits too")
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -40,10 +55,12 @@ def main() -> int:
         return 1
     prepare_environment()
     shapes = linear_shapes(read_architecture(options.model))
-    results = [measure(rows, name, *shape) for rows in options.rows for name, shape in shapes.items()]
+    results = []
+    for rows, (name, shape) in itertools.product(options.rows, shapes.items()):
+        results.append(measure(rows, name, *shape, sweeps=options.sweep))
+        if options.output:
+            write_report(options.output, {"model": options.model.name, "results": results})
     show(results)
-    if options.output:
-        write_report(options.output, {"model": options.model.name, "results": results})
     return 0
 
 
@@ -58,8 +75,8 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
     }
 
 
-def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
-    """Return microseconds of each way for one linear layer."""
+def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> dict[str, Any]:
+    """Return microseconds of each way for one linear layer, and of our kernel by what it is cut into."""
     from vllm import _custom_ops
 
     from rlhf_megatron.compat.vllm.fp8_linear import quantized_rows
@@ -80,19 +97,39 @@ def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
             given, weight[0].t(), scale, weight[1].t(), out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
+    def by_ours(given: Tensor, scale: Tensor, weight: tuple[Tensor, Tensor], *cut: Any) -> Tensor:
+        return triton_fp8_product.launch(given, scale, *weight, None, torch.bfloat16, *cut)
+
     ways: dict[str, Callable[[int], Any]] = {
         "bfloat16": lambda copy: tokens @ weights[copy].t(),
         "vLLM": lambda copy: by_vllm(given, scale, in_8_bits[copy]),
         "vLLM, quantizing": lambda copy: by_vllm(*quantized_rows(tokens), in_8_bits[copy]),
         "cuBLAS": lambda copy: by_cublas(given, scale, in_8_bits[copy]),
+        "ours": lambda copy: by_ours(given, scale, in_8_bits[copy]),
     }
-    error = (by_cublas(given, scale, in_8_bits[0]) - by_vllm(given, scale, in_8_bits[0])).abs().max().item()
+    expected = by_vllm(given, scale, in_8_bits[0])
+    apart = {
+        way.__name__: (way(given, scale, in_8_bits[0]) - expected).abs().max().item() for way in (by_cublas, by_ours)
+    }
     target = [torch.empty_like(quantized) for quantized, _ in in_8_bits]
     ways["reading in 8 bits"] = lambda copy: target[copy].copy_(in_8_bits[copy][0])
-    taken = {way: milliseconds(in_turn(action), WARM_UPS, REPEATS)["median"] for way, action in ways.items()}
+    taken = {way: microseconds(action) for way, action in ways.items()}
     taken["reading in 8 bits"] /= 2  # a copy writes as much
-    microseconds = {way: value / COPIES * 1000 for way, value in taken.items()}
-    return {"layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": microseconds, "apart": error}
+    cuts: dict[str, float | str] = {}
+    for tiles, splits in itertools.product(SWEEP if sweeps else (), SPLITS):
+        cut = f"{tuple(tiles)}, {splits}"
+        try:
+            cuts[cut] = microseconds(lambda copy: by_ours(given, scale, in_8_bits[copy], tiles, splits))  # noqa: B023
+        except Exception as error:  # of Triton: such tiles do not fit
+            cuts[cut] = repr(error)[:200]
+    return {
+        "layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": taken, "cuts": cuts, "apart": apart
+    }  # fmt: skip
+
+
+def microseconds(action: Callable[[int], Any]) -> float:
+    """Return what ``action`` takes with one copy."""
+    return milliseconds(recorded(in_turn(action)), WARM_UPS, REPEATS)["median"] / COPIES * 1000
 
 
 def in_turn(action: Callable[[int], Any]) -> Callable[[], None]:

@@ -23,3 +23,13 @@ def milliseconds(way: Callable[[], Any], warm_ups: int, repeats: int) -> dict[st
         if repeat >= warm_ups:
             taken.append(begin.elapsed_time(end))
     return spread(taken)
+
+
+def recorded(way: Callable[[], Any]) -> Callable[[], None]:
+    """Return what starts the kernels of ``way`` as a CUDA graph, as an engine starts those of a decode step."""
+    way()  # what is compiled or set up at a first call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        way()
+    return graph.replay
