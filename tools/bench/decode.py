@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -27,20 +26,17 @@ from launching import main_or_rank, measured_on_ranks
 from reports import spread, write_report
 from rollout import model_or_toy
 
-# Of the recipe's rollout section; block_size is vLLM's own, which no recipe has. With ``compiled`` inputs of linear
-# layers are quantized in plain torch, of which its compiler makes one kernel with what comes before.
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {  # of the recipe's rollout section
     "bfloat16": {},
-    "bfloat16, blocks of 128": {"block_size": 128},
+    "bfloat16, cache in fp8": {"kv_cache_dtype": "fp8"},
     "fp8": {"quantization": "fp8"},
-    "fp8, compiled": {"quantization": "fp8", "compiled": True},
-    "fp8 by blocks": {"quantization": "fp8_blockwise"},
     "fp8, cache too": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-    "fp8, cache too, blocks of 128": {"quantization": "fp8", "kv_cache_dtype": "fp8", "block_size": 128},
+    "fp8 by blocks": {"quantization": "fp8_blockwise"},
+    "fp8 by blocks, cache too": {"quantization": "fp8_blockwise", "kv_cache_dtype": "fp8"},
 }
 # tokens of a prompt; of the shorter and the longer generation, and of that under the profiler; cache in GB
 SIZES = {"toy": (32, 4, 12, 4, None), "gpu": (736, 64, 320, 48, 24.0)}
-WARM_UPS, REPEATS, SAMPLED = 1, 3, (2, 500)
+WARM_UPS, REPEATS, SAMPLED = 1, 2, (2, 500)
 
 
 def main() -> int:
@@ -74,16 +70,7 @@ def measure(model: str, name: str, running: list[int], size: str) -> list[dict[s
     from rlhf_megatron.rollout.engine import Request, Sampling
     from rlhf_megatron.rollout.vllm import vllm_engine
 
-    setting, (length, shorter, longer, profiled, kv_cache_gb) = dict(SETTINGS[name]), SIZES[size]
-    if setting.pop("compiled", False):
-        from rlhf_megatron.compat.vllm import fp8_linear
-
-        # The cache finds code by its file, not by what stands for it here.
-        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
-        fp8_linear.quantized_rows = fp8_linear.quantized_by_torch
-    own = {"block_size": setting.pop("block_size")} if "block_size" in setting else {}
-    made = vllm_engine.engine_arguments
-    vllm_engine.engine_arguments = lambda *given, **named: made(*given, **named) | own
+    setting, (length, shorter, longer, profiled, kv_cache_gb) = SETTINGS[name], SIZES[size]
     section = RolloutSection(
         max_response_length=longer, max_num_seqs=max(running), kv_cache_gb=kv_cache_gb, sleep=False, **setting
     )

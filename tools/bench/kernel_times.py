@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ _KINDS = (
     ("copies", r"memcpy|memset"),
     ("norms, activations and sums", r"."),
 )
-_LONGEST_KEPT = 25
+_LONGEST_KEPT, _LONGEST_NAME = 25, 160
 
 
 def kind_of(name: str) -> str:
@@ -41,12 +42,18 @@ def kernel_times(action: Callable[[], Any], pieces: int) -> dict[str, Any]:
 
 def summed(milliseconds: Mapping[str, float], pieces: int) -> dict[str, Any]:
     """Return milliseconds of kernels, by name, as ``kernel_times`` does."""
-    kinds: dict[str, float] = {}
+    kinds: dict[str, float] = defaultdict(float)
+    kernels: dict[str, float] = defaultdict(float)  # some differ in what is cut off alone
     for name, taken in milliseconds.items():
-        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + taken / pieces
-    longest = sorted(milliseconds, key=lambda name: -milliseconds[name])[:_LONGEST_KEPT]
+        kinds[kind_of(name)] += taken / pieces
+        kernels[name[:_LONGEST_NAME]] += taken / pieces
     return {
         "milliseconds": sum(milliseconds.values()) / pieces,
-        "kinds": dict(sorted(kinds.items(), key=lambda item: -item[1])),
-        "longest": {name[:160]: milliseconds[name] / pieces for name in longest},
+        "kinds": dict(_by_size(kinds)),
+        "longest": dict(_by_size(kernels)[:_LONGEST_KEPT]),
     }
+
+
+def _by_size(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return names and values, the largest first."""
+    return sorted(values.items(), key=lambda item: -item[1])

@@ -16,7 +16,7 @@ from rich.console import Console
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.data.rollout_batch import RolloutBatch, batch_from_rows
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.recipe import ActorSection, OptimizerSection, RoleSection
+from rlhf_megatron.recipe import ActorSection, OptimizerSection
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 from rlhf_megatron.topology.layout import Layout
 from rlhf_megatron.topology.world import join_world
@@ -56,11 +56,12 @@ def random_role(
     """
     from rlhf_megatron.roles.role import Role
 
+    optimizer = OptimizerSection(learning_rate=1e-6)
     role = Role(
         "actor", read_architecture(model), Layout(tensor), range(tensor),
-        (ActorSection if "fp8" in section else RoleSection)(tokens_per_gpu=tokens_per_gpu, **section),
+        ActorSection(tokens_per_gpu=tokens_per_gpu, optimizer=optimizer, **section),
         dtype="bfloat16" if torch.cuda.is_available() else "float32", seed=1,
-        optimizer=OptimizerSection(learning_rate=1e-6), shares_prompts=shares_prompts,
+        optimizer=optimizer, shares_prompts=shares_prompts,
     )  # fmt: skip
     for parameter in role.parameters().values():
         parameter.normal_(std=0.02)
