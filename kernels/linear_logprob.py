@@ -206,9 +206,9 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, local, log_normaliser, entropy = ctx.saved_tensors
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight) if ctx.weight_sum is None else torch.empty_like(weight)
+        total = ctx.weight_sum
+        if total is None and ctx.needs_input_grad[1]:
+            total = torch.zeros_like(weight)
         of_hidden = torch.zeros(hidden.shape, dtype=entropy.dtype, device=hidden.device)
         turn = functools.partial(
             _implementation(hidden).to_gradient, temperature=ctx.temperature, soft_cap=ctx.soft_cap
@@ -219,10 +219,9 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = hidden @ rows.T if kept is None else kept
             gradient = turn(logits, local - block.start, log_normaliser, entropy, *gradients)
             _add_product(of_hidden, gradient, rows)
-            if ctx.weight_sum is not None:
-                _add_product(ctx.weight_sum[block], gradient.T, hidden)
-            elif of_weight is not None:
-                torch.mm(gradient.T, hidden, out=of_weight[block])
+            if total is not None:
+                _add_product(total[block], gradient.T, hidden)
+        of_weight = total if ctx.weight_sum is None else torch.empty_like(weight)
         return of_hidden.to(hidden.dtype), of_weight, *(None,) * 8
 
 

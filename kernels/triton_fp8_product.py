@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlhf_megatron.kernels.fp8_product import Quantized
+
 
 class Tiles(NamedTuple):
-    """What a program multiplies at a time, and how."""
+    """Sizes of a program's product, and how the compiler is to carry it out."""
 
     rows: int = 128  # of the weights
     depth: int = 128
@@ -102,34 +104,35 @@ def _add_parts(  # type: ignore[no-untyped-def]
 
 
 def launch(
-    tokens: Tensor,
-    token_scales: Tensor,
-    weights: Tensor,
-    weight_scales: Tensor,
+    tokens: Quantized,
+    weights: Quantized,
     bias: Tensor | None,
     dtype: torch.dtype,
     tiles: Tiles = TILES,
     splits: int | None = None,
 ) -> Tensor:
-    """See ``fp8_product.fp8_product``; ``splits`` of the inner dimension, by default for as many programs as fit."""
-    if not all(given.is_contiguous() for given in (tokens, token_scales, weights, weight_scales)):
-        raise ValueError(
-            f"tokens with strides {tokens.stride()}, weights {weights.stride()}, or scales: not contiguous"
-        )
-    (n, depth), rows = tokens.shape, len(weights)
-    output = torch.empty(n, rows, dtype=dtype, device=tokens.device)
+    """Do as ``fp8_product.fp8_product_reference`` does with contiguous tensors, of a multiple of 16 columns.
+
+    ``splits`` of the inner dimension, by default for as many programs as a GPU has cores.
+    """
+    (values, token_scales), (matrix, weight_scales) = tokens, weights
+    strides = [given.stride() for given in (*tokens, *weights) if not given.is_contiguous()]
+    if strides:
+        raise ValueError(f"tokens, weights or scales with strides {strides}: not contiguous")
+    (n, depth), rows, device = values.shape, len(matrix), values.device
+    output = torch.empty(n, rows, dtype=dtype, device=device)
     if not n:
         return output
     at_a_time = min(max(16, triton.next_power_of_2(n)), tiles.most_tokens)
     across, blocks = (triton.cdiv(n, at_a_time), triton.cdiv(rows, tiles.rows)), triton.cdiv(depth, tiles.depth)
     if splits is None:
-        splits = min(_cores(tokens.device) // (across[0] * across[1]), blocks // tiles.fewest_blocks)
+        splits = min(_cores(device) // (across[0] * across[1]), blocks // tiles.fewest_blocks)
     of_split = triton.cdiv(blocks, max(1, splits))
     splits = triton.cdiv(blocks, of_split)  # none without blocks
-    parts = torch.empty(splits, n, rows, dtype=torch.float32, device=tokens.device) if splits > 1 else output
-    others = bias if bias is not None else weight_scales  # not read
+    parts = torch.empty(splits, n, rows, dtype=torch.float32, device=device) if splits > 1 else output
+    others = bias if bias is not None else output  # not read
     _multiply[(*across, splits)](
-        tokens, token_scales, weights, weight_scales, others, output, parts, n, rows, depth, of_split,
+        values, token_scales, matrix, weight_scales, others, output, parts, n, rows, depth, of_split,
         tiles.rows, at_a_time, tiles.depth, bias is not None, splits > 1,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

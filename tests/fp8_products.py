@@ -15,15 +15,16 @@ def check_kernel(device: str, splits: tuple[int | None, ...] = (None, 1, 2, 5)) 
     """Check the kernels against the reference, which is exact but for the order of its sums."""
     generator = torch.Generator().manual_seed(1)
     for tokens, rows, depth in SHAPES:
-        x, weights = (torch.randn(size, depth, generator=generator).to(TYPE).to(device) for size in (tokens, rows))
+        values = [torch.randn(size, depth, generator=generator).to(TYPE).to(device) for size in (tokens, rows)]
         scales = [torch.rand(size, 1, generator=generator).to(device) + 0.5 for size in (tokens, rows)]
+        x, weights = zip(values, scales, strict=True)
         bias = torch.randn(rows, generator=generator).to(device, torch.bfloat16)
         for given in (bias, None):
-            expected = fp8_product_reference(x, scales[0], weights, scales[1], given, torch.float32)
+            expected = fp8_product_reference(x, weights, given, torch.float32)
             for number in splits:
-                found = launch(x, scales[0], weights, scales[1], given, torch.float32, splits=number)
+                found = launch(x, weights, given, torch.float32, splits=number)
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-    assert launch(x[:0], scales[0][:0], weights, scales[1], None, torch.bfloat16).shape == (0, rows)
+    assert launch((x[0][:0], x[1][:0]), weights, None, torch.bfloat16).shape == (0, rows)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ kernel is measured by tiles and splits of the inner dimension too.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from gpu_clock import milliseconds, recorded
 from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlhf_megatron.kernels import triton_fp8_product
-from rlhf_megatron.kernels.triton_fp8_product import TILES, Tiles
+from rlhf_megatron.kernels.triton_fp8_product import TILES, Tiles, launch
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
@@ -97,20 +98,17 @@ def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> di
             given, weight[0].t(), scale, weight[1].t(), out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    def by_ours(given: Tensor, scale: Tensor, weight: tuple[Tensor, Tensor], *cut: Any) -> Tensor:
-        return triton_fp8_product.launch(given, scale, *weight, None, torch.bfloat16, *cut)
+    def by_ours(copy: int, tiles: Tiles = TILES, splits: int | None = None) -> Tensor:
+        return launch((given, scale), in_8_bits[copy], None, torch.bfloat16, tiles, splits)
 
     ways: dict[str, Callable[[int], Any]] = {
         "bfloat16": lambda copy: tokens @ weights[copy].t(),
         "vLLM": lambda copy: by_vllm(given, scale, in_8_bits[copy]),
         "vLLM, quantizing": lambda copy: by_vllm(*quantized_rows(tokens), in_8_bits[copy]),
         "cuBLAS": lambda copy: by_cublas(given, scale, in_8_bits[copy]),
-        "ours": lambda copy: by_ours(given, scale, in_8_bits[copy]),
+        "ours": by_ours,
     }
-    expected = by_vllm(given, scale, in_8_bits[0])
-    apart = {
-        way.__name__: (way(given, scale, in_8_bits[0]) - expected).abs().max().item() for way in (by_cublas, by_ours)
-    }
+    apart = {way: (ways[way](0) - ways["vLLM"](0)).abs().max().item() for way in ("cuBLAS", "ours")}
     target = [torch.empty_like(quantized) for quantized, _ in in_8_bits]
     ways["reading in 8 bits"] = lambda copy: target[copy].copy_(in_8_bits[copy][0])
     taken = {way: microseconds(action) for way, action in ways.items()}
@@ -119,9 +117,9 @@ def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> di
     for tiles, splits in itertools.product(SWEEP if sweeps else (), SPLITS):
         cut = f"{tuple(tiles)}, {splits}"
         try:
-            cuts[cut] = microseconds(lambda copy: by_ours(given, scale, in_8_bits[copy], tiles, splits))  # noqa: B023
-        except Exception as error:  # of Triton: such tiles do not fit
-            cuts[cut] = repr(error)[:200]
+            cuts[cut] = microseconds(functools.partial(by_ours, tiles=tiles, splits=splits))
+        except triton.OutOfResources as error:
+            cuts[cut] = str(error)
     return {
         "layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": taken, "cuts": cuts, "apart": apart
     }  # fmt: skip

@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from rlhf_megatron.errors import RolloutError
+from rlhf_megatron.kernels.fp8_product import TYPE, fp8_product_reference
 
-TYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(TYPE).max
 _SMALLEST_SCALE = 1 / (LARGEST * 512)  # vLLM's kernel has the same
 BLOCK = 128
@@ -87,9 +87,7 @@ def requantize(layer: Any, name: str = "weight") -> None:
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply [n, columns] in full precision by quantized rows -> [n, rows] in the type of ``x``, in plain torch."""
-    quantized, scale_of_tokens = quantized_rows(x)
-    output = (quantized.float() * scale_of_tokens) @ (weight.float() * scale).t()
-    return output.to(x.dtype) if bias is None else (output + bias).to(x.dtype)
+    return fp8_product_reference(quantized_rows(x), (weight, scale), bias, x.dtype)
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
