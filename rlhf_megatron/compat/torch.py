@@ -56,6 +56,20 @@ def lie_at(tensors: list[torch.Tensor], addresses: list[int], numbers: list[int]
     return bool(compare(tensors, addresses, numbers))
 
 
+def take_memory_by_pages(is_on: bool) -> None:
+    """Have torch enlarge its GPU memory by pages from now on ("expandable segments"), or again by blocks as asked for.
+
+    Of the latter those of one micro-batch are a little too small for the next one, and stay beside the new ones. vLLM's
+    memory that sleeps must not be made of pages, nor what other processes map. A user's own choice stays.
+    """
+    if not torch.cuda.is_available():
+        return
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in given:
+        settings = [*filter(None, [given]), f"expandable_segments:{is_on}"]
+        torch._C._accelerator_setAllocatorSettings(",".join(settings))
+
+
 def align_group_names() -> None:
     """Have all ranks give the next process group the same name; collective over the world.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_megatron.compat.torch import take_memory_by_pages
 from rlhf_megatron.recipe.memory_savings import OffloadSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
 from rlhf_megatron.roles.streaming import streamed_states
@@ -44,7 +45,13 @@ class RoleMemory:
             besides = [*self._chunks, *self._learning] if kind == "optimizer" else []
             memory.leave(self._tensors(kind), [each.data for chunk in besides for each in chunk.parameters()])
         if self._kinds and torch.cuda.is_available():
+            take_memory_by_pages(False)
             torch.cuda.empty_cache()  # vLLM's memory is not of torch's cache
+
+    def expect_passes(self) -> None:
+        """Have what passes need fit together, where all of it is given back when the memory leaves."""
+        if self._kinds:
+            take_memory_by_pages(True)
 
     def come_back(self, *kinds: str) -> None:
         """Bring back what has left of these kinds, for a pass or a step; by default all, to read and to write."""

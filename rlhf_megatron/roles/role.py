@@ -169,6 +169,7 @@ class Role:
     def _compute(self, batch: RolloutBatch, output: Output) -> Tensor:
         """Return [count, T], or [count, R] of an output per row, on the CPU."""
         self.memory.come_back("parameters")
+        self.memory.expect_passes()
         budget = self.section.forward_tokens
         collected: CollectedOutputs = []
 
@@ -241,6 +242,7 @@ class Role:
         """Have all on the device that a step needs, or on its way; return the step's learning rate."""
         assert self.trainer is not None, f"{self.name} does not learn"
         self.memory.come_back("parameters", "gradients")
+        self.memory.expect_passes()
         self.memory.fetch("optimizer")
         return self.trainer.set_learning_rate()
 

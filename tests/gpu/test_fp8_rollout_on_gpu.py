@@ -15,6 +15,7 @@ from parallel.ranks import run_ranks
 from parallel.test_fp8_rollout import (
     FAMILIES,
     MIXTURES,
+    OF_BLOCKS,
     UPDATES,
     WAYS,
     answers,
@@ -57,7 +58,7 @@ def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
         assert difference.median() < 0.004 * expected.abs().mean()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 64, 200])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 200, 300])
 def test_a_layer_by_blocks_is_the_product_of_what_is_left_of_both(tokens: int) -> None:
     prepare_environment()
     generator = torch.Generator().manual_seed(1)
@@ -157,11 +158,13 @@ def test_experts_are_the_products_of_what_is_left_of_both(tmp_path: Path) -> Non
     assert found["in full"][0] > 0.025 and found["in full"][1] > 0.45, "8 bits do differ"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_follows_the_weights(family: str, tmp_path: Path) -> None:
-    models = make_models(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "quantization"), [*((family, "fp8") for family in FAMILIES), ("qwen2", "fp8_blockwise")]
+)
+def test_an_engine_follows_the_weights(family: str, quantization: str, tmp_path: Path) -> None:
+    models = make_models(tmp_path, family, **(OF_BLOCKS if quantization == "fp8_blockwise" else {}))
     # Both engines are awake all the time: asleep, they would share one allocator and each other's fate.
-    rollout = {"kv_cache_gb": 1.0, "sleep": False}
+    rollout = {"kv_cache_gb": 1.0, "sleep": False, "quantization": quantization}
     arguments: dict[str, Any] = {"models": [str(model) for model in models], "dtype": "bfloat16"}
     found: dict[str, Any] = run_ranks(answers, 1, arguments | rollout, timeout=300)[0]
     assert found["shared"] and found["quantized stacks"] == (8 if family in MIXTURES else 0)
@@ -169,7 +172,7 @@ def test_an_engine_follows_the_weights(family: str, tmp_path: Path) -> None:
         assert found[f"{way} stay"]
         for update in range(UPDATES):
             of_full = differences(models[update], found[way][update])[1]
-            print(f"{family}, {way}: median difference {of_full.median():.1e} from the model in full")
+            print(f"{family}, {quantization}, {way}: median difference {of_full.median():.1e} from the model in full")
             # A tiny model with random weights: with those of another model it would be above 1.
             assert 1e-3 < of_full.median() < 0.2
 

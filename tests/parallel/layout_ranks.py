@@ -77,19 +77,31 @@ def _compare(
 def memory_over_cycles(
     model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], dtype: str, cycles: int
 ) -> dict[str, list[int]]:
-    """Return bytes of this process, and those that torch has of its GPU, as each of many cycles of offloading ends."""
+    """Return bytes of this process, and those that torch has of its GPU, as each of many cycles of offloading ends; of
+    the latter those that grow by pages, in passes and at the end."""
     role = _role(model, section | {"offload": _everything_away(streamed=0.5)}, dtype, optimizer)
     batch = batch_from_rows(*rows)
     weights = token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")
-    found: dict[str, list[int]] = {"host": [], "device": []}
+    found: dict[str, list[int]] = {"host": [], "device": [], "pages": [], "pages left": []}
+
+    def objective(*given: Any) -> Any:
+        found["pages"].append(_bytes_by_pages())
+        return negative_log_likelihood(*given)
+
     for _ in range(cycles):
         logprobs(role, batch)
         role.offload()
-        update(role, batch, {"weights": weights}, negative_log_likelihood)
+        update(role, batch, {"weights": weights}, objective)
         role.offload()
+        found["pages left"].append(_bytes_by_pages())
         found["host"].append(psutil.Process().memory_full_info().uss)
         found["device"].append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
     return found
+
+
+def _bytes_by_pages() -> int:
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    return sum(segment["total_size"] for segment in segments if segment["is_expandable"])
 
 
 def inputs_left(

@@ -144,10 +144,11 @@ def rounding_experts(experts: Any, parts: int, x: Tensor, chosen: Tensor, shares
     return result
 
 
-def make_models(home: Path, family: str) -> list[Path]:
-    """Return the models whose weights follow each other."""
+def make_models(home: Path, family: str, **sizes: int) -> list[Path]:
+    """Return the models whose weights follow each other, of these ``sizes`` or the family's."""
     folders = [home / f"{family}-{update}" for update in range(UPDATES)]
-    return [make_model(each, family, tied=False, seed=seed, **FAMILIES[family]) for seed, each in enumerate(folders)]
+    sizes = sizes or FAMILIES[family]
+    return [make_model(each, family, tied=False, seed=seed, **sizes) for seed, each in enumerate(folders)]
 
 
 def differences(
@@ -235,8 +236,7 @@ def model_of_rounded_blocks(folder: Path) -> Any:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_blocks_are_those_of_the_model_in_any_layout(tensor: int, tmp_path: Path) -> None:
     """Qwen2's have biases, which the kernel for blocks does not add."""
-    family = "qwen2" if tensor == 1 else "qwen3"
-    models = [make_model(tmp_path / str(seed), family, tied=False, seed=seed, **OF_BLOCKS) for seed in range(UPDATES)]
+    models = make_models(tmp_path, "qwen2" if tensor == 1 else "qwen3", **OF_BLOCKS)
     arguments = {"models": [str(model) for model in models], "quantization": "fp8_blockwise"}
     for found in run_ranks(answers, tensor, arguments | {"layout": {"tensor": tensor}}):
         assert found["shared"] and all(found[f"{way} stay"] for way in WAYS)

@@ -80,3 +80,5 @@ def check_cycles(folder: Path, world: int, dtype: str) -> None:
         early, late = (median(found["host"][first : first + 10]) for first in (10, 40))
         assert late - early < 32 << 20
         assert found["device"][-1] == found["device"][9]
+        assert all(found["pages"]) == any(found["device"]), "a GPU's memory grows by pages while passes run"
+        assert found["pages left"][-1] == found["pages left"][9]

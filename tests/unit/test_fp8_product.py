@@ -11,12 +11,13 @@ def test_the_kernels_equal_the_reference() -> None:
     run_in_interpreter("fp8_products.py")
 
 
-@pytest.mark.parametrize("tokens", [16, 256])
+@pytest.mark.parametrize("tokens", [16, 128])
 def test_the_kernel_compiles_for_a_gpu_with_its_matrix_units_and_wide_accesses(tokens: int) -> None:
     pytest.importorskip("triton", reason="the compiler is Triton's")
+    from rlhf_megatron.kernels.fp8_product import BLOCK
     from rlhf_megatron.kernels.triton_fp8_product import TILES, _multiply
 
-    sizes = {"ROWS": TILES.rows, "TOKENS": tokens, "DEPTH": TILES.depth}
+    sizes = {"ROWS": TILES.rows, "TOKENS": tokens, "DEPTH": BLOCK}
     constants = sizes | {"HAS_BIAS": True, "IS_PART": False}
     pointers = {"tokens": "*fp8e4nv", "weights": "*fp8e4nv", "bias": "*bf16", "output": "*bf16"}
     pointers |= dict.fromkeys(("token_scales", "weight_scales", "parts"), "*fp32")

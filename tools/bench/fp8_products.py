@@ -1,10 +1,11 @@
-"""Products of a decode step in 8 bits by number of sequences: vLLM's kernel, cuBLAS's and ours; needs a GPU.
+"""Products of a decode step in 8 bits by number of sequences: libraries' kernels and ours; needs a GPU.
 
     python tools/bench/fp8_products.py [--model recipes/models/qwen2.5-7b] [--rows 64 128 200] [--output FILE.json]
 
-Microseconds of one layer's four linear layers, started as CUDA graphs: beside bfloat16, and with the quantization of
-the input as the rollout does it. The floor is reading the weights once, as fast as a large copy does. With --sweep our
-kernel is measured by tiles and splits of the inner dimension too.
+Microseconds of one layer's four linear layers, started as CUDA graphs, beside bfloat16: with a scale for each row and
+token, and by blocks, as ``rollout.quantization`` has them, ours by blocks alone. The floor is reading the weights once,
+as fast as a large copy does. A way that is not there says why. With --sweep our kernel is measured by tiles and splits
+of the inner dimension too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from rlhf_megatron.kernels.fp8_product import BLOCK, Quantized
 from rlhf_megatron.kernels.triton_fp8_product import TILES, Tiles, launch
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
@@ -34,11 +36,12 @@ COPIES = 8  # of the weights, by turns, so that none is found in the GPU's cache
 SWEEP = (
     TILES,
     Tiles(stages=3),
-    Tiles(depth=64, stages=6),
-    Tiles(most_tokens=128, warps=4),
-    Tiles(most_tokens=128),
+    Tiles(stages=6),
+    Tiles(most_tokens=64),
     Tiles(rows=64, warps=4),
-    Tiles(rows=256, most_tokens=128, stages=3),
+    Tiles(rows=64, warps=4, stages=6),
+    Tiles(rows=64, warps=4, most_tokens=64),
+    Tiles(rows=64, most_tokens=256),
 )
 SPLITS = (1, 2, 3, 4, 5, 7)
 
@@ -78,51 +81,104 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
 
 def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> dict[str, Any]:
     """Return microseconds of each way for one linear layer, and of our kernel by what it is cut into."""
-    from vllm import _custom_ops
-
-    from rlhf_megatron.compat.vllm.fp8_linear import quantized_rows
-
     generator = torch.Generator("cuda").manual_seed(1)
     weights = [
         torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(COPIES)
     ]
     tokens = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16, generator=generator)
+    from rlhf_megatron.compat.vllm.fp8_linear import quantized_blocks, quantized_groups
+
+    values, scale = quantized_groups(tokens)
+    of_blocks = (values, scale.t().contiguous().t()), [quantized_blocks(weight) for weight in weights]
+    ways: dict[str, Callable[[int], Any]] = {"bfloat16": lambda copy: tokens @ weights[copy].t()}
+    ways |= ways_of_rows(tokens, weights) | ways_of_blocks(*of_blocks)
+    target = [torch.empty_like(quantized) for quantized, _ in of_blocks[1]]
+    ways["reading in 8 bits"] = lambda copy: target[copy].copy_(of_blocks[1][copy][0])
+    taken: dict[str, float | str] = {}
+    apart: dict[str, float] = {}
+    expected = (tokens @ weights[0].t()).float()
+    for way, action in ways.items():
+        try:
+            if "8 bits" not in way:
+                apart[way] = ((action(0).float() - expected).abs().mean() / expected.abs().mean()).item()
+            taken[way] = microseconds(action)
+        except Exception as error:  # a library that is not there, or refuses
+            taken[way] = f"{type(error).__name__}: {error}"[:300]
+    taken["reading in 8 bits"] = float(taken["reading in 8 bits"]) / 2  # a copy writes as much
+    cuts: dict[str, float | str] = {}
+    for tiles, splits in itertools.product(SWEEP if sweeps else (), SPLITS):
+        cut = f"{tuple(tiles)}, {splits}"
+        try:
+            cuts[cut] = microseconds(functools.partial(by_ours, *of_blocks, tiles=tiles, splits=splits))
+        except triton.OutOfResources as error:
+            cuts[cut] = str(error)
+    return {
+        "layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": taken, "cuts": cuts, "apart": apart
+    }  # fmt: skip
+
+
+def ways_of_rows(tokens: Tensor, weights: list[Tensor]) -> dict[str, Callable[[int], Any]]:
+    """Return products with a scale for each token and row of the weights."""
+    from vllm import _custom_ops
+
+    from rlhf_megatron.compat.vllm.fp8_linear import quantized_rows
+
     in_8_bits = [quantized_rows(weight) for weight in weights]
     given, scale = quantized_rows(tokens)
 
     def by_vllm(given: Tensor, scale: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
         return _custom_ops.cutlass_scaled_mm(given, weight[0].t(), scale, weight[1], torch.bfloat16)
 
-    def by_cublas(given: Tensor, scale: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    def by_cublas(weight: tuple[Tensor, Tensor]) -> Tensor:
         return torch._scaled_mm(
             given, weight[0].t(), scale, weight[1].t(), out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
-    def by_ours(copy: int, tiles: Tiles = TILES, splits: int | None = None) -> Tensor:
-        return launch((given, scale), in_8_bits[copy], None, torch.bfloat16, tiles, splits)
-
-    ways: dict[str, Callable[[int], Any]] = {
-        "bfloat16": lambda copy: tokens @ weights[copy].t(),
-        "vLLM": lambda copy: by_vllm(given, scale, in_8_bits[copy]),
-        "vLLM, quantizing": lambda copy: by_vllm(*quantized_rows(tokens), in_8_bits[copy]),
-        "cuBLAS": lambda copy: by_cublas(given, scale, in_8_bits[copy]),
-        "ours": by_ours,
-    }
-    apart = {way: (ways[way](0) - ways["vLLM"](0)).abs().max().item() for way in ("cuBLAS", "ours")}
-    target = [torch.empty_like(quantized) for quantized, _ in in_8_bits]
-    ways["reading in 8 bits"] = lambda copy: target[copy].copy_(in_8_bits[copy][0])
-    taken = {way: microseconds(action) for way, action in ways.items()}
-    taken["reading in 8 bits"] /= 2  # a copy writes as much
-    cuts: dict[str, float | str] = {}
-    for tiles, splits in itertools.product(SWEEP if sweeps else (), SPLITS):
-        cut = f"{tuple(tiles)}, {splits}"
-        try:
-            cuts[cut] = microseconds(functools.partial(by_ours, tiles=tiles, splits=splits))
-        except triton.OutOfResources as error:
-            cuts[cut] = str(error)
     return {
-        "layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": taken, "cuts": cuts, "apart": apart
-    }  # fmt: skip
+        "rows: vLLM": lambda copy: by_vllm(given, scale, in_8_bits[copy]),
+        "rows: vLLM, quantizing": lambda copy: by_vllm(*quantized_rows(tokens), in_8_bits[copy]),
+        "rows: cuBLAS": lambda copy: by_cublas(in_8_bits[copy]),
+    }
+
+
+def ways_of_blocks(tokens: Quantized, weights: list[Quantized]) -> dict[str, Callable[[int], Any]]:
+    """Return products with a scale for each block."""
+    from torch.nn.functional import ScalingType, scaled_mm
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
+    from vllm.utils.deep_gemm import fp8_gemm_nt
+
+    given, scale = tokens
+    by_rows = scale.contiguous()
+
+    def by_vllm(weight: Tensor, of_weight: Tensor) -> Tensor:
+        return _custom_ops.cutlass_scaled_mm(given, weight.t(), scale, of_weight.t(), torch.bfloat16)
+
+    def by_triton_of_vllm(weight: Tensor, of_weight: Tensor) -> Tensor:
+        return w8a8_triton_block_scaled_mm(given, weight, by_rows, of_weight, [BLOCK, BLOCK], torch.bfloat16)
+
+    def by_cublas(weight: Tensor, of_weight: Tensor) -> Tensor:
+        kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+        return scaled_mm(given, weight.t(), scale, kinds[0], of_weight.t(), kinds[1])
+
+    def by_deep_gemm(weight: Tensor, of_weight: Tensor) -> Tensor:
+        output = torch.empty(len(given), len(weight), dtype=torch.bfloat16, device="cuda")
+        fp8_gemm_nt(tokens, (weight, of_weight), output, is_deep_gemm_e8m0_used=False)
+        return output
+
+    ways = {"vLLM": by_vllm, "Triton of vLLM": by_triton_of_vllm, "cuBLAS": by_cublas, "DeepGEMM": by_deep_gemm}
+    found: dict[str, Callable[[int], Any]] = {
+        f"blocks: {way}": functools.partial(lambda action, copy: action(*weights[copy]), action)
+        for way, action in ways.items()
+    }
+    return found | {"blocks: ours": functools.partial(by_ours, tokens, weights)}
+
+
+def by_ours(
+    tokens: Quantized, weights: list[Quantized], copy: int, tiles: Tiles = TILES, splits: int | None = None
+) -> Tensor:
+    """Return the product by our kernel, in bfloat16."""
+    return launch(tokens, weights[copy], None, torch.bfloat16, tiles, splits)
 
 
 def microseconds(action: Callable[[int], Any]) -> float:
@@ -141,13 +197,12 @@ def in_turn(action: Callable[[int], Any]) -> Callable[[], None]:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    """Print a line for each product."""
-    table = Table("layer", "rows", *results[0]["microseconds"])
-    for result in results:
-        table.add_row(
-            result["layer"], str(result["rows"]), *(f"{value:.1f}" for value in result["microseconds"].values())
-        )
-    Console(width=140).print(table)
+    """Print a column for each product."""
+    table = Table("microseconds", *(f"{result['layer']}, {result['rows']}" for result in results))
+    for way in results[0]["microseconds"]:
+        taken = [result["microseconds"][way] for result in results]
+        table.add_row(way, *(f"{value:.1f}" if isinstance(value, float) else "-" for value in taken))
+    Console(width=200).print(table)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from rlhf_megatron.errors import RolloutError
-from rlhf_megatron.kernels.fp8_product import TYPE, fp8_product_reference
+from rlhf_megatron.kernels.fp8_product import BLOCK, TYPE, fp8_product_reference
 
 LARGEST = torch.finfo(TYPE).max
 _SMALLEST_SCALE = 1 / (LARGEST * 512)  # vLLM's kernel has the same
-BLOCK = 128
+_FEW_TOKENS = 256  # of which our kernel multiplies by blocks: vLLM's has too few tiles for a GPU's cores
 
 
 def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,34 @@ def requantize(layer: Any, name: str = "weight") -> None:
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply [n, columns] in full precision by quantized rows -> [n, rows] in the type of ``x``, in plain torch."""
-    return fp8_product_reference(quantized_rows(x), (weight, scale), bias, x.dtype)
+    values, of_tokens = quantized_rows(x)
+    output = (values.float() * of_tokens) @ (weight.float() * scale).t()
+    return (output if bias is None else output + bias).to(x.dtype)
+
+
+# One operation for vLLM's compiler, since what it does follows from the number of tokens.
+@torch.library.custom_op("rlhf_megatron::fp8_product_of_blocks", mutates_args=())
+def product_of_blocks(
+    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiply as ``fp8_product_reference`` does; scales ``of_tokens`` follow each other by columns."""
+    if not values.is_cuda:
+        return fp8_product_reference((values, of_tokens), (weight, of_weights), bias, dtype)
+    if len(values) <= _FEW_TOKENS:
+        from rlhf_megatron.kernels.triton_fp8_product import launch
+
+        return launch((values, of_tokens), (weight, of_weights), bias, dtype)
+    from vllm import _custom_ops
+
+    output: Tensor = _custom_ops.cutlass_scaled_mm(values, weight.t(), of_tokens, of_weights.t(), dtype)
+    return output if bias is None else output.add_(bias)  # the kernel adds none
+
+
+@product_of_blocks.register_fake
+def _shape_of_product(
+    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return values.new_empty(len(values), len(weight), dtype=dtype)
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -145,15 +172,6 @@ class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """See Fp8LinearMethod."""
         # In plain torch, of which vLLM's compiler makes one kernel with what comes before.
-        quantized, scale = quantized_groups(x)
-        if x.is_cuda:
-            from vllm import _custom_ops
-
-            by_columns = scale.t().contiguous().t()  # as the kernel reads them
-            weight, of_blocks = layer.quantized_weight.t(), layer.weight_scale.t()
-            output = _custom_ops.cutlass_scaled_mm(quantized, weight, by_columns, of_blocks, x.dtype)
-        else:
-            of_weights = layer.weight_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-            weight = layer.quantized_weight.float() * of_weights
-            output = ((quantized.float() * scale.repeat_interleave(BLOCK, 1)) @ weight.t()).to(x.dtype)
-        return output if bias is None else output + bias  # the kernel for blocks adds none
+        values, scale = quantized_groups(x)
+        by_columns = scale.t().contiguous().t()
+        return product_of_blocks(values, by_columns, layer.quantized_weight, layer.weight_scale, bias, x.dtype)
