@@ -51,7 +51,10 @@ COLOURS = {
 SECONDS_FOR_ONE_SHAPE = 1500.0
 STALENESS = "token_staleness_mean"
 IN_FLIGHT = tuple(f"rollout/{each}" for each in ("in_flight_mean", "staleness_mean", "staleness_max", STALENESS))
-ACCEPTANCE = "rollout/speculation_acceptance_length"
+BESIDE_TIMES = (  # what rows tell besides
+    "perf/mfu_training", "perf/gpu_utilization", "perf/gpu_power_watts", "memory/gpu_retries", "train/mismatch_kl",
+    "rollout/speculation_acceptance_length", *IN_FLIGHT,
+)  # fmt: skip
 IN_FLIGHT_WANTED, SECONDS_WANTED, STALENESS_WANTED = 200, 36.0, 1.0  # of 7B-resume
 SPECULATIVE_SHARE = {1.0: 1.02, 2.0: 0.75}  # of the time without drafts, by tokens of a step
 TOKENS_PER_SECOND = {"7B": 4500.0}  # on one GPU of the kind that the shapes are for
@@ -235,7 +238,7 @@ def summary(
     }
     if needed:
         result["efficiency"] = together(faster, apart) / statistics.median(seconds)
-    for name in ("perf/mfu_training", "perf/gpu_utilization", "perf/gpu_power_watts", ACCEPTANCE, *IN_FLIGHT):
+    for name in BESIDE_TIMES:
         if all(name in of_step for of_step in counted):
             result[name.split("/")[1]] = spread([of_step[name] for of_step in counted])
     return result
