@@ -219,11 +219,15 @@ class RolloutWorker:
         )
 
     def _drawn_row(self, groups: Sequence[Group], row: int, responses_per_prompt: int) -> int:
-        """Return the row of a step that says how long a response gets: it follows from the prompt, whenever it is
-        answered."""
+        """Return the row that says how long a response gets: of a step, so that all steps have the same lengths; where
+        responses go on after an update, of the prompt, or the same groups would be left each time."""
         batch, (group, response) = self._context.recipe.batch, divmod(row, responses_per_prompt)
         number = groups[group].number
-        return (group if number is None else number % batch.prompts_per_step) * responses_per_prompt + response
+        if number is None:
+            number = group
+        elif not self._pauses:
+            number %= batch.prompts_per_step
+        return number * responses_per_prompt + response
 
     def _run_engine(
         self,

@@ -41,7 +41,7 @@ class DrawnLengthsSection(Section):
     """Of the log length; 0: all have the mean."""
 
     def of_row(self, row: int) -> int:
-        """Return the length of a step's row, 1 or more; the same in every step."""
+        """Return the length of a row, 1 or more: of a step, or where responses go on after an update, of the run."""
         location = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(random.Random(row).lognormvariate(location, self.sigma)))
 

@@ -3,14 +3,14 @@
     python tools/bench/step.py [--models 0.5B 7B] [--gpus 1] [--output docs/results/step.json] [--plot]
 
 The shapes are those of ``step_shapes.yaml``: prompts of random tokens, responses of lognormal lengths that are the same
-in every step: each belongs to a prompt, so that it stays where a response goes on after an update. The steps are those
-of the training loop (``step_measure.py``); times, speeds and memory are what it logs, without the first step, or the
-first few until as many responses are in flight as will be. In the same run, with the same engine and model, vLLM alone
-generates as many tokens for as many prompts, and Megatron alone runs forward, and forward and backward, over them
-(``raw_engines.py``). The efficiency is the sum of these, without the forward pass where the step has none, over the
-time of a step; of a phase in which the raw engine was slower it counts ours, so a slow raw engine flatters nobody. The
-overhead is what of a step is none of generate, logprobs, update and regather. Rows of other shapes in the output stay
-there.
+in every step; where responses go on after an update each prompt has its own, or the same would be left each time. The
+steps are those of the training loop (``step_measure.py``); times, speeds and memory are what it logs, without the first
+step, or the first few until as many responses are in flight as will be. In the same run, with the same engine and
+model, vLLM alone generates as many tokens for as many prompts, and Megatron alone runs forward, and forward and
+backward, over them (``raw_engines.py``). The efficiency is the sum of these, without the forward pass where the step
+has none, over the time of a step; of a phase in which the raw engine was slower it counts ours, so a slow raw engine
+flatters nobody. The overhead is what of a step is none of generate, logprobs, update and regather. Rows of other shapes
+in the output stay there.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ COLOURS = {
 SECONDS_FOR_ONE_SHAPE = 1500.0
 STALENESS = "token_staleness_mean"
 IN_FLIGHT = tuple(f"rollout/{each}" for each in ("in_flight_mean", "staleness_mean", "staleness_max", STALENESS))
-BESIDE_TIMES = (  # what rows tell besides
+ACCEPTANCE = "rollout/speculation_acceptance_length"
+BESIDE_TIMES = (
     "perf/mfu_training", "perf/gpu_utilization", "perf/gpu_power_watts", "memory/gpu_retries", "train/mismatch_kl",
-    "rollout/speculation_acceptance_length", *IN_FLIGHT,
+    ACCEPTANCE, *IN_FLIGHT,
 )  # fmt: skip
 IN_FLIGHT_WANTED, SECONDS_WANTED, STALENESS_WANTED = 200, 36.0, 1.0  # of 7B-resume
 SPECULATIVE_SHARE = {1.0: 1.02, 2.0: 0.75}  # of the time without drafts, by tokens of a step
