@@ -7,7 +7,7 @@ ranges of the full-precision weights and of both moments; ``saved`` reads them i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,25 +30,29 @@ def role_tensors(role: Role, held: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     ``held`` keeps the copies' memory for the next call, which overwrites it: page-locked memory takes long to get, and
     without it the copy takes long.
     """
-    kept: dict[str, Tensor] = {}
+    kept: dict[str, Callable[[], Tensor]] = {}  # one after the other: they may be copies
+    sizes: dict[str, tuple[int, torch.dtype]] = {}
     pieces: dict[str, Any] = {}
     distributed = is_distributed(role)
     groups = role.shard.trainable.groups
     for name, parameter in role.shard.trainable.module.named_parameters():
         if not parameter.requires_grad and not groups.dp_cp.rank():  # which no optimizer has
             pieces[name] = {"start": 0, "stop": parameter.numel(), "shape": list(parameter.shape)}
-            kept[f"{role.name}/weights/{name}"] = parameter.detach().float().reshape(-1)
+            kept[f"{role.name}/weights/{name}"] = parameter.detach().float
+            sizes[f"{role.name}/weights/{name}"] = parameter.numel(), torch.float32
     for owned in owned_ranges(role):
         group = groups.expt_dp if is_expert(owned.name) else groups.dp_cp
         if group.rank() and not distributed:
             continue  # the first data-parallel rank has the same
         pieces[owned.name] = {"start": owned.start, "stop": owned.stop, "shape": list(owned.shape)}
-        for kind, value in {"weights": owned.weights, **moments_of(owned)}.items():
-            kept[f"{role.name}/{kind}/{owned.name}"] = value.detach().reshape(-1)
+        for kind, value in {"weights": owned.main, **moments_of(owned)}.items():
+            kept[f"{role.name}/{kind}/{owned.name}"] = owned.read_weights if kind == "weights" else value.detach
+            sizes[f"{role.name}/{kind}/{owned.name}"] = value.numel(), value.dtype
     new = [name for name in kept if name not in held]
-    for name, buffer in zip(new, pinned_buffers([kept[name].nbytes for name in new]), strict=True):
-        held[name] = buffer.view(kept[name].dtype)
-    tensors = {name: held[name].copy_(value, non_blocking=True) for name, value in kept.items()}
+    buffers = pinned_buffers([count * dtype.itemsize for count, dtype in (sizes[name] for name in new)])
+    for name, buffer in zip(new, buffers, strict=True):
+        held[name] = buffer.view(sizes[name][1])
+    tensors = {name: held[name].copy_(read().reshape(-1), non_blocking=True) for name, read in kept.items()}
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return tensors, pieces
@@ -100,7 +104,7 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
             if name not in owned:
                 continue
             part = owned[name]
-            part.weights.copy_(_part_of(whole, part))
+            part.set_weights(_part_of(whole, part))
             for kind in MOMENTS if steps else moments_of(part):  # those of a checkpoint that was passed over are gone
                 moment = torch.zeros(part.stop - part.start)
                 if steps:
@@ -108,7 +112,7 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
                     if kind == "exp_avg_sq" and bool((moment < 0).any()):  # its root would not be finite
                         raise CheckpointError(f"the checkpoint's {role.name}/{kind}/{shown(name)} is below 0")
                 dtype = role.memory.moments_dtype
-                part.state[kind] = moment.view(part.weights.shape).to(part.weights.device, dtype, copy=True)
+                part.state[kind] = moment.view(part.main.shape).to(part.device, dtype, copy=True)
             if steps or "step" in part.counters:
                 # A tensor of its own for each parameter: torch adds to it in place.
                 part.counters["step"] = torch.tensor(float(steps)) if part.counters is part.state else steps
@@ -120,4 +124,4 @@ def restore_role(role: Role, state: Mapping[str, Any], files: Sequence[TensorFil
 def _part_of(whole: Tensor, part: OwnedRange) -> Tensor:
     """Return the range of a parameter, in the form that the optimizer has it: flat, or whole where it is not
     distributed."""
-    return whole.reshape(-1)[part.start : part.stop].view(part.weights.shape)
+    return whole.reshape(-1)[part.start : part.stop].view(part.main.shape)

@@ -22,6 +22,7 @@ from rlhf_megatron.topology.role_layout import make_layout
 GB = 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STREAMED_PIECE_BYTES = 1 << 30  # as in roles.streaming
+_REMAINDER_ROOM = 10.0  # bytes of a number that is widened or narrowed: in full, and what is in between
 _LOGIT_BLOCK_BYTES, _LOGIT_PIECE = 256 << 20, 4096  # as in kernels.linear_logprob
 
 
@@ -186,7 +187,8 @@ def _learning_state(
         )
     # Gradients are summed in float32. Adam keeps two moments, and master weights unless the model is float32.
     held = rank_parameters(architecture, layout, stage)
-    state_bytes = moments_bytes(section) + (4.0 if size < 4 else 0.0)
+    master = 2.0 if learning.master_remainders else 4.0 if size < 4 else 0.0
+    state_bytes = moments_bytes(section) + master
     copies, expert_copies = layout.data * layout.context, gpus // (layout.expert * layout.expert_parts)
     if not learning.distributed:
         copies = expert_copies = 1
@@ -195,7 +197,8 @@ def _learning_state(
     # No parameter is cut, and the largest are the last to be streamed: the vocabulary's.
     vocabulary = architecture.padded_vocabulary(layout.tensor) // layout.tensor * architecture.hidden / copies
     piece = state_bytes * vocabulary if share == 1 else 0.0
-    widened = (8.0 - moments_bytes(section)) * max(vocabulary, _STREAMED_PIECE_BYTES / 12)
+    widened = 8.0 - moments_bytes(section) + (_REMAINDER_ROOM if learning.master_remainders else 0.0)
+    widened *= max(vocabulary, _STREAMED_PIECE_BYTES / 12)
     return _LearningState(
         gradients=4.0 * held.total,
         optimizer=optimizer - streamed,

@@ -38,6 +38,8 @@ class OptimizerSection(Section):
     """Shard optimizer state over data-parallel ranks."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of Adam's moments between steps; bfloat16 rounds stochastically."""
+    master_remainders: bool = False
+    """Between steps, master weights as what bfloat16 lacks."""
     overlap_grad_reduce: bool = False
     """Sum gradients during the backward pass."""
     overlap_param_gather: bool = False
@@ -54,8 +56,10 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _only_sharded_state_is_narrow(self) -> OptimizerSection:
-        if self.state_dtype != "float32" and not self.distributed:
-            raise ValueError(f"state_dtype={self.state_dtype} needs optimizer.distributed: leave out distributed=false")
+        for name in ("state_dtype", "master_remainders"):
+            if self.changed(name) and not self.distributed:
+                value = getattr(self, name)
+                raise ValueError(f"{name}={value} needs optimizer.distributed: leave out distributed=false")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,10 @@ _ONE_ENGINE = (
     "once; vLLM's connectors hand requests from one engine to another; use enable_chunked_prefill, "
     "max_num_batched_tokens and max_num_seqs"
 )
-_FLOAT32_STATE = "optimizer.state_dtype is the type of both moments; master weights are float32"
+_FLOAT32_STATE = (
+    "optimizer.state_dtype is the type of both moments; master weights are float32, in half the memory with "
+    "optimizer.master_remainders"
+)
 _OF_VERL = "a section of verl's; rlhf-megatron from-verl (tools/verl/from_verl.py) makes a recipe of its command"
 # Keys that would do nothing here, or could not: why.
 WITHOUT_SENSE = {

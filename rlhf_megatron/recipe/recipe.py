@@ -113,7 +113,9 @@ class Recipe(Section):
 
     def _checks(self) -> list[Callable[[], None]]:
         """Check of several sections together; each raises ValueError where it fails."""
-        own = [self._check_length, self._check_fp8, self._check_evaluations, self._check_keep_best]
+        own = [
+            self._check_length, self._check_fp8, self._check_remainders, self._check_evaluations, self._check_keep_best
+        ]  # fmt: skip
         return [*own, *self._checks_of_length()]
 
     def _checks_of_length(self) -> list[Callable[[], None]]:
@@ -135,6 +137,16 @@ class Recipe(Section):
                 f"actor.fp8={self.actor.fp8}: cluster.gpu={self.cluster.gpu} is none of {', '.join(hopper)}, which "
                 "multiply blocks with scales; leave out fp8"
             )
+
+    def _check_remainders(self) -> None:
+        for name, section in self.roles.items():
+            if section.learns_by is None or not section.learns_by.master_remainders:
+                continue
+            key = f"{name}.optimizer.master_remainders=True"
+            if section.adapters:
+                raise ValueError(f"{key}: adapters are float32, and there are no other master weights; leave it out")
+            if self.dtype_of(section) != "bfloat16":
+                raise ValueError(f"{key} needs weights in bfloat16; they are {self.dtype_of(section)}: leave it out")
 
     def with_counted_steps(self, rows: float) -> Self:
         """Return the recipe with the steps that ``epochs`` of so many training rows take; without epochs, as it is.

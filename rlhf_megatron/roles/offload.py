@@ -31,8 +31,9 @@ class RoleMemory:
         share = section.streamed_optimizer if trainer else 0.0
         # Moments of one type between steps; what is streamed moves by itself, in and after each step.
         self.moments_dtype: torch.dtype = trainer.moments_dtype if trainer else torch.float32
+        remainders = trainer is not None and trainer.keeps_remainders
         self._streamed = streamed_states(
-            self._optimizer, share, self.moments_dtype, lambda: trainer.steps_taken if trainer else 0
+            self._optimizer, share, self.moments_dtype, remainders, lambda: trainer.steps_taken if trainer else 0
         )
         asked = [kind for kind in ("parameters", "gradients", "optimizer") if getattr(section, kind)]
         self._kinds = {kind: _Offloaded(keeps=kind != "gradients") for kind in asked}
@@ -89,8 +90,21 @@ class RoleMemory:
             streamed.unpark()
 
     def master_weights(self, main: Tensor) -> Tensor:
-        """Return the content of one of the optimizer's parameters between steps: itself, or a tensor of the host."""
-        return next((streamed.at_rest(main) for streamed in self._streamed if streamed.owns(main)), main)
+        """Return the content of one of the optimizer's parameters between steps: itself, a tensor of the host, or a
+        copy."""
+        return next((streamed.at_rest(main) for streamed in self._streamed if streamed.replaces(main)), main)
+
+    def set_master_weights(self, main: Tensor, values: Tensor) -> None:
+        """Set the content of one of the optimizer's parameters between steps; the model has it already, rounded."""
+        for streamed in self._streamed:
+            if streamed.replaces(main):
+                streamed.write(main, values)
+                return
+        main.copy_(values)
+
+    def device_of(self, main: Tensor) -> torch.device:
+        """Return where the state of one of the optimizer's parameters is between steps."""
+        return torch.device("cpu") if any(each.streams(main) for each in self._streamed) else main.device
 
     def _tensors(self, kind: str) -> list[Tensor]:
         """Return the tensors of one kind of memory. Some of the optimizer's are views of float32 parameters."""
@@ -107,11 +121,13 @@ class RoleMemory:
             for each in inner
             for group in each.param_groups
             for main in group["params"]
-            if not any(streamed.owns(main) for streamed in self._streamed)
+            if not any(streamed.streams(main) for streamed in self._streamed)
         ]
         states = [value for each in inner for main in masters for value in each.state.get(main, {}).values()]
         devices = {main.device for main in masters}  # torch's step counters are on the CPU
-        return [*masters, *(value for value in states if isinstance(value, Tensor) and value.device in devices)]
+        remainders = [tensor for streamed in self._streamed for tensor in streamed.on_device]
+        moments = (value for value in states if isinstance(value, Tensor) and value.device in devices)
+        return [*masters, *remainders, *moments]
 
 
 class _Offloaded:

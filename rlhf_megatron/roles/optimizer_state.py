@@ -13,6 +13,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from rlhf_megatron.roles.offload import RoleMemory
 from rlhf_megatron.roles.role import Role
 from rlhf_megatron.runtime.finite import describe_nonfinite, nonfinite
 
@@ -27,9 +28,23 @@ class OwnedRange:
     shape: tuple[int, ...]
     start: int
     stop: int
-    weights: Tensor  # [stop - start] float32
+    main: Tensor  # [stop - start] float32, the optimizer's parameter
     state: dict[str, Any]  # the optimizer's: the moments of the same shape, and torch's step counter
     counters: dict[str, Any]  # where the optimizer counts its steps as "step"
+    _memory: RoleMemory
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the state is on between steps."""
+        return self._memory.device_of(self.main)
+
+    def read_weights(self) -> Tensor:
+        """Return the full-precision weights [stop - start], perhaps a copy."""
+        return self._memory.master_weights(self.main).detach()
+
+    def set_weights(self, values: Tensor) -> None:
+        """Set the full-precision weights; the model has them already, rounded."""
+        self._memory.set_master_weights(self.main, values)
 
 
 def owned_ranges(role: Role) -> Iterator[OwnedRange]:
@@ -43,8 +58,7 @@ def owned_ranges(role: Role) -> Iterator[OwnedRange]:
             state = inner.state[main]
             # torch counts the steps of each parameter, Transformer Engine those of a group.
             counters = state if isinstance(inner, torch.optim.Adam) else group
-            weights = role.memory.master_weights(main)
-            yield OwnedRange(names[parameter], tuple(parameter.shape), start, stop, weights, state, counters)
+            yield OwnedRange(names[parameter], tuple(parameter.shape), start, stop, main, state, counters, role.memory)
 
 
 def nonfinite_state(role: Role, optimizer: bool) -> str:
@@ -53,12 +67,16 @@ def nonfinite_state(role: Role, optimizer: bool) -> str:
 
     Empty where all is. The same on the role's ranks, which it is collective over.
     """
-    tensors = dict(role.parameters())
-    if optimizer:
-        for owned in owned_ranges(role):
-            for kind, value in {"master weights": owned.weights, **moments_of(owned)}.items():
-                tensors[f"{kind} of {owned.name.replace('/', '.')}"] = value
-    return describe_nonfinite(nonfinite(tensors.items()), role.groups.intra_dist_opt)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from role.parameters().items()
+        for owned in owned_ranges(role) if optimizer else ():
+            name = owned.name.replace("/", ".")
+            yield f"master weights of {name}", owned.read_weights()
+            yield from ((f"{kind} of {name}", value) for kind, value in moments_of(owned).items())
+
+    bad = [each for named in tensors() for each in nonfinite([named])]  # one by one: weights may be copies
+    return describe_nonfinite(bad, role.groups.intra_dist_opt)
 
 
 def is_distributed(role: Role) -> bool:

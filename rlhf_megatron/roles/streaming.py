@@ -1,13 +1,14 @@
 """The optimizer's state in host memory for good: in each step it passes through the GPU, one piece after the other.
 
-Moments may be in half as many bytes between steps, here and on the GPU: a piece's are widened for its step.
+Moments and master weights may be in half as many bytes between steps, here and on the GPU: a piece's are widened for
+its step.
 
 While a piece takes its step the next one comes and the last one goes, so a step takes about as long as the link needs
 for the state in one direction, and the GPU holds three pieces of it. No number changes: Adam's step of one parameter
 knows nothing of the others'. With data parallelism each rank streams its own part over its own link.
 
-Between steps a parameter's master weights are a tensor of the right shape that reads as NaN and takes no memory, and
-its moments are tensors of the host.
+Between steps a parameter's master weights, where they are streamed or remainders, are a tensor of the right shape that
+reads as NaN and takes no memory; streamed moments are tensors of the host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.roles.host_memory import pinned_buffers
-from rlhf_megatron.roles.rounding import rounded_at_random
+from rlhf_megatron.roles.rounding import remainder_of, rounded_at_random, with_remainder
 
 _MASTER = "master"
 PIECE_BYTES = 1 << 30
@@ -43,12 +44,20 @@ class _Visit:
 
 
 class StreamedState:
-    """The share of the state of one of Megatron's distributed optimizers that lives in host memory."""
+    """The state of one of Megatron's distributed optimizers: the share that lives in host memory, and what is in fewer
+    bytes between steps."""
 
     def __init__(
-        self, optimizer: Any, share: float, dtype: torch.dtype, steps_taken: Callable[[], int], piece_bytes: int
+        self,
+        optimizer: Any,
+        share: float,
+        dtype: torch.dtype,
+        remainders: bool,
+        steps_taken: Callable[[], int],
+        piece_bytes: int,
     ) -> None:
-        """Take over the ``optimizer``'s steps, with moments of ``dtype`` between them.
+        """Take over the ``optimizer``'s steps, with moments of ``dtype`` between them, and of master weights the
+        ``remainders`` alone, if the model is bfloat16.
 
         The smallest parameters are streamed, up to ``share`` (0 to 1) of all state, since none is cut: pieces are of
         ``piece_bytes`` at most, or of one larger parameter. ``steps_taken``, before a step, decides how it rounds.
@@ -62,37 +71,70 @@ class StreamedState:
         self._pieces = list(_pieces([main for main in mains if id(main) in self._owned], piece_bytes))
         self._places = {id(main): position for position, main in enumerate(mains)}
         resident = [main for main in mains if id(main) not in self._owned]
-        self._resident = [resident] if dtype == torch.float32 else list(_pieces(resident, piece_bytes))
+        is_whole = dtype == torch.float32 and not remainders
+        self._resident = [resident] if is_whole else list(_pieces(resident, piece_bytes))
         # A float32 model is its own master, which stays.
-        self._copies = {id(main) for group in optimizer.shard_fp32_from_float16_groups for main in group}
+        groups = zip(optimizer.shard_fp32_from_float16_groups, optimizer.shard_float16_groups, strict=True)
+        rounded = {id(main): model for pair in groups for main, model in zip(*pair, strict=True)}
+        self._copies = set(rounded)
+        self._rounded: dict[int, Tensor] = rounded if remainders else {}
+        self._remainders: dict[int, Tensor] = {}  # on the device, in place of master weights
         self._host: dict[tuple[int, str], Tensor] = {}
         self._parked = False
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self._inner.step = self._step
         optimizer._copy_main_params_to_model_params = lambda: None  # done with each piece
 
-    def owns(self, main: Tensor) -> bool:
-        """Return whether these master weights are streamed."""
+    def streams(self, main: Tensor) -> bool:
+        """Return whether a parameter's state is in host memory between steps."""
         return id(main) in self._owned
 
+    def replaces(self, main: Tensor) -> bool:
+        """Return whether another tensor stands for these master weights between steps."""
+        return id(main) in self._owned or id(main) in self._rounded
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """What stands on the device for master weights that are not streamed."""
+        return list(self._remainders.values())
+
     def at_rest(self, main: Tensor) -> Tensor:
-        """Return master weights where they are between steps, to read and to write."""
-        return self._host[id(main), _MASTER] if self._parked and (id(main), _MASTER) in self._host else main
+        """Return master weights as they are between steps, where they are then; perhaps a copy."""
+        kept = self._kept(main)
+        return with_remainder(self._rounded[id(main)].to(kept.device), kept) if kept.dtype == torch.int16 else kept
+
+    def write(self, main: Tensor, values: Tensor) -> None:
+        """Set master weights between steps, whose rounded ones the model has already."""
+        kept = self._kept(main)
+        if kept.dtype == torch.int16:
+            rounded = self._rounded[id(main)]
+            values = remainder_of(values.to(rounded.device), rounded)
+        kept.copy_(values)
+
+    def _kept(self, main: Tensor) -> Tensor:
+        """Return what there is of master weights now."""
+        if not self._parked:
+            return main.data
+        return self._host.get((id(main), _MASTER), self._remainders.get(id(main), main.data))
 
     def park(self) -> None:
-        """Send master weights to the host, where they are not there already."""
+        """Have master weights as they are between steps, and where, if they are not already."""
         if self._parked:
             return
-        self._parked = True
+        for piece in self._resident:
+            self._keep_remainders(piece)
         for piece in self._pieces:
+            self._keep_remainders(piece)
             self._leave(piece)
+        self._parked = True
         self._settle()
 
     def unpark(self) -> None:
         """Bring master weights back, for Megatron to write them."""
-        for piece in self._pieces if self._parked else ():
+        for piece in (*self._resident, *self._pieces) if self._parked else ():
             for main in piece:
                 main.data = self.at_rest(main).to(main.device)
+        self._remainders.clear()
         self._parked = False
 
     @torch.no_grad()
@@ -112,6 +154,7 @@ class StreamedState:
                 gone.synchronize()  # or all pieces would get memory at once
             coming = self._fetch(self._pieces[number + 1]) if number + 1 < len(self._pieces) else None
             self._arrive(here)
+            self._widen(piece)
             self._step_of(piece, counts)
             self._narrow(piece)
             left.append(self._leave(piece))
@@ -150,27 +193,39 @@ class StreamedState:
 
     def _state(self, main: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a parameter's state that are streamed, where they are now."""
-        return self._moments(main) | ({_MASTER: main.data} if id(main) in self._copies else {})
+        master = self._remainders.get(id(main), main.data)
+        return self._moments(main) | ({_MASTER: master} if id(main) in self._copies else {})
 
     def _widen(self, piece: Sequence[Tensor]) -> None:
-        """Make moments float32, as a step takes them."""
+        """Make all float32, as a step takes it."""
         for main in piece:
             for key, value in self._moments(main).items():
                 self._put(main, key, value.float())
+            if id(main) in self._remainders:
+                main.data = with_remainder(self._rounded[id(main)], self._remainders.pop(id(main)))
 
     def _narrow(self, piece: Sequence[Tensor]) -> None:
-        """Round moments to the type that they have between steps."""
+        """Have all as it is between steps."""
+        self._keep_remainders(piece)
         for main in piece if self._dtype != torch.float32 else ():
             for order, (key, value) in enumerate(self._moments(main).items()):
                 number = 2 * (self._steps_taken() * len(self._places) + self._places[id(main)]) + order
                 self._put(main, key, rounded_at_random(value, number))
+
+    def _keep_remainders(self, piece: Sequence[Tensor]) -> None:
+        """Keep of master weights what the model does not have."""
+        for main in piece:
+            if id(main) not in self._rounded:
+                continue
+            self._remainders[id(main)] = remainder_of(main.data, self._rounded[id(main)])
+            main.data = _nothing(main)
 
     def _fetch(self, piece: Sequence[Tensor]) -> _Visit:
         """Start to copy a piece to the device."""
         at_rest = [(main, self._state(main)) for main in piece]
         for main, tensors in at_rest:
             if _MASTER in tensors:
-                tensors[_MASTER] = self.at_rest(main)
+                tensors[_MASTER] = self._kept(main)
         if not piece[0].is_cuda:
             return _Visit([(main, {key: value.clone() for key, value in of.items()}) for main, of in at_rest], None)
         stream = self._both_streams()[0]
@@ -190,7 +245,7 @@ class StreamedState:
             for key, value in tensors.items():
                 if value.is_cuda:
                     value.record_stream(torch.cuda.current_stream())
-                self._put(main, key, value.float() if key != _MASTER else value)
+                self._put(main, key, value)
 
     def _leave(self, piece: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy a piece to the host, and give up its memory on the device."""
@@ -207,15 +262,17 @@ class StreamedState:
                 host.copy_(value, non_blocking=True)
             if stream is not None and value.is_cuda:
                 value.record_stream(stream)
-            gone = torch.full((), torch.nan, device=main.device).expand(main.shape) if key == _MASTER else host
-            self._put(main, key, gone)
+            self._remainders.pop(id(main), None)
+            self._put(main, key, _nothing(main) if key == _MASTER else host)
         return stream.record_event() if stream is not None else None
 
     def _put(self, main: Tensor, key: str, value: Tensor) -> None:
-        if key == _MASTER:
-            main.data = value
-        else:
+        if key != _MASTER:
             self._inner.state[main][key] = value
+        elif value.dtype == torch.int16:
+            self._remainders[id(main)] = value
+        else:
+            main.data = value
 
     def _settle(self) -> None:
         """Wait until all that left is on the host."""
@@ -230,12 +287,23 @@ class StreamedState:
 
 
 def streamed_states(
-    optimizer: Any, share: float, dtype: torch.dtype, steps_taken: Callable[[], int]
+    optimizer: Any, share: float, dtype: torch.dtype, remainders: bool, steps_taken: Callable[[], int]
 ) -> list[StreamedState]:
-    """Return one for each of the optimizers that make up Megatron's ``optimizer`` and have parameters; none where the
-    share is 0 and moments are float32."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer]) if share or dtype != torch.float32 else []
-    return [StreamedState(part, share, dtype, steps_taken, PIECE_BYTES) for part in parts if part.optimizer is not None]
+    """Return one for each of the optimizers that make up Megatron's ``optimizer`` and have parameters; none where
+    nothing is streamed and all is float32."""
+    if not share and dtype == torch.float32 and not remainders:
+        return []
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [
+        StreamedState(part, share, dtype, remainders, steps_taken, PIECE_BYTES)
+        for part in parts
+        if part.optimizer is not None
+    ]
+
+
+def _nothing(main: Tensor) -> Tensor:
+    """Return what stands for master weights that are elsewhere."""
+    return torch.full((), torch.nan, device=main.device).expand(main.shape)
 
 
 def _smallest(mains: Sequence[Tensor], share: float) -> set[int]:

@@ -28,6 +28,7 @@ class Trainer:
         chunks: Megatron's DistributedDataParallel, around the model's chunks or those of its adapters.
         optimizer: Megatron's. Some of its state may be off the device between steps (see ``RoleMemory``).
         moments_dtype: of Adam's moments between steps (see ``StreamedState``).
+        keeps_remainders: whether those are all that master weights are between steps.
         steps_taken: optimizer steps so far, skipped ones included.
         loss_scale: in float16, else None.
     """
@@ -37,6 +38,7 @@ class Trainer:
         self._section, self._training_steps = section, training_steps
         self._trainable, self._role_group = shard.trainable, shard.groups.intra_dist_opt
         self.moments_dtype: torch.dtype = getattr(torch, section.state_dtype)
+        self.keeps_remainders = section.master_remainders
         self._gradient_sync = Stopwatch()
         self.chunks, self.optimizer = make_optimizer(
             section,

@@ -31,6 +31,7 @@ from rlhf_megatron.rollout.vllm.process_environment import has_gpu
 pytestmark = pytest.mark.skipif(has_gpu(), reason="the engine of this machine needs a GPU, which is hidden here")
 
 STEPS = 4
+NARROW = {"state_dtype": "bfloat16", "master_remainders": True}
 # What each life does before its last step, and the steps that all of them together stay below.
 KILLS = {4: ([0, 0, 1, 2], 10), 10: ([0, 0, 0, 0, 0, 0, 1, 1, 2, 2], 20)}
 RECIPE: dict[str, Any] = {
@@ -67,7 +68,7 @@ PPO: dict[str, Any] = {
         "layout": {"data": 2},
         "dtype": "bfloat16",
         "tokens_per_gpu": 256,
-        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "state_dtype": "bfloat16"},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", **NARROW},
         "warmup_steps": 2,
     },
     "algorithm": {
@@ -248,6 +249,7 @@ def test_roles_on_ranks_of_their_own_go_on_and_back(folder: Path) -> None:
         "critic.warmup_steps=1",
         "model.dtype=float32",
         "critic.dtype=null",
+        "critic.optimizer.master_remainders=false",
         "evaluation.interval=3",
         "checkpoint.keep_last_k=3",
     )

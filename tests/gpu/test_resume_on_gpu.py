@@ -48,9 +48,9 @@ def train(folder: Path, *arguments: str) -> None:
     command(folder, *torchrun, str(ROOT / TRAIN), "recipe.yaml", *arguments)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_run_that_goes_on_has_the_same_bits(state_dtype: str, tmp_path: Path) -> None:
-    check_resume(tmp_path, f"actor.optimizer.state_dtype={state_dtype}")
+@pytest.mark.parametrize("optimizer", [{}, {"state_dtype": "bfloat16"}, {"master_remainders": True}])
+def test_a_run_that_goes_on_has_the_same_bits(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    check_resume(tmp_path, *(f"actor.optimizer.{key}={value}" for key, value in optimizer.items()))
 
 
 def check_resume(tmp_path: Path, *overrides: str) -> None:

@@ -74,6 +74,27 @@ def _compare(
     }
 
 
+def learn_with_remainders(
+    model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    """Return how far a role whose master weights are remainders between steps is from one where they are whole, in
+    units of float32 and as a share of all numbers, and bytes of both optimizers' state."""
+    batch = batch_from_rows(*rows)
+    fields = {"weights": token_weights(batch.response_mask, batch.cu_seqlens, "token_mean")}
+    states, sizes = [], []
+    for remainders in (False, True):
+        role = _role(model, section, "bfloat16", optimizer | {"master_remainders": remainders})
+        for _ in range(steps):
+            update(role, batch, fields, negative_log_likelihood)
+        states.append({name: value for name, value in role_tensors(role, {})[0].items() if "/weights/" in name})
+        sizes.append(_bytes_on_device(role)["optimizer"])
+        rounded = [main.bfloat16().float() for main in states[-1].values()]
+        states[-1] |= {f"bfloat16 of {name}": value for name, value in zip(states[-1].copy(), rounded, strict=True)}
+    whole, kept = (torch.cat([value.flatten() for value in of.values()]).view(torch.int32) for of in states)
+    apart = (whole - kept).abs()
+    return {"largest": int(apart.max()), "share": float((apart > 0).float().mean()), "bytes": sizes}
+
+
 def memory_over_cycles(
     model: str, rows: list[Any], section: dict[str, Any], optimizer: dict[str, Any], dtype: str, cycles: int
 ) -> dict[str, list[int]]:

@@ -509,6 +509,21 @@ def test_moments_in_bfloat16_take_half_the_memory() -> None:
         recipe_of("qwen7b_grpo", narrow, "actor.optimizer.distributed=false")
 
 
+def test_master_weights_as_remainders_take_half_the_memory() -> None:
+    model, kept = "qwen2.5-7b", "actor.optimizer.master_remainders=true"
+    [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]
+    [less] = memory_of(recipe_of("qwen7b_grpo", kept), model, 8).roles["actor"]
+    assert less.optimizer == pytest.approx(whole.optimizer * 10 / 12)
+    assert less.stream_buffer > 0 == whole.stream_buffer
+    for change, why in (
+        ("actor.optimizer.distributed=false", "master_remainders=True needs optimizer.distributed"),
+        ("model.dtype=float32", "actor.optimizer.master_remainders=True needs weights in bfloat16; they are float32"),
+        ("actor.lora={rank: 8}", "actor.optimizer.master_remainders=True: adapters are float32"),
+    ):
+        with pytest.raises(RecipeError, match=why):
+            recipe_of("qwen7b_grpo", kept, change)
+
+
 def test_a_streamed_optimizer_is_in_host_memory() -> None:
     model = "qwen2.5-7b"
     [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]

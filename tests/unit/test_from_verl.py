@@ -238,6 +238,8 @@ PLAIN = ["--rows=4096", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
          "actor.offload.streamed_optimizer", 0.5),
         ([f"{ACTOR}.optim.exp_avg_dtype=bf16", f"{ACTOR}.optim.exp_avg_sq_dtype=bf16"],
          "actor.optimizer.state_dtype", "bfloat16"),
+        (["model_engine=megatron", f"+{ACTOR}.optim.override_optimizer_config.use_precision_aware_optimizer=True"],
+         "actor.optimizer.master_remainders", True),
         (["model_engine=megatron", f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
           f"+{ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=6"],
          "actor.layout.last_stage_layers", 6),

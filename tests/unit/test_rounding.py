@@ -1,10 +1,10 @@
-"""Moments in bfloat16: rounded to a neighbour, right in the mean, and good for AdamW."""
+"""Moments in bfloat16: rounded to a neighbour, right in the mean, and good for AdamW. Master weights as remainders."""
 
 from __future__ import annotations
 
 import torch
 
-from rlhf_megatron.roles.rounding import rounded_at_random
+from rlhf_megatron.roles.rounding import remainder_of, rounded_at_random, with_remainder
 
 
 def test_values_become_one_of_their_neighbours_and_keep_their_mean() -> None:
@@ -45,3 +45,23 @@ def test_adamw_learns_as_with_moments_in_float32() -> None:
     (expected, expected_square), (found, square) = learned(False), learned(True)
     assert (square / expected_square).mean().sub(1).abs() < 0.01
     assert (found - expected).abs().mean() < 0.02 * expected.abs().mean()
+
+
+def test_bfloat16_and_a_remainder_are_the_number() -> None:
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64, generator=torch.Generator().manual_seed(1))
+    values = torch.cat([bits.to(torch.int32).view(torch.float32), torch.tensor([0.0, -0.0, torch.inf, -torch.inf])])
+    values = values[~values.isnan()]
+    back = with_remainder(values.bfloat16(), remainder_of(values, values.bfloat16()))
+    assert torch.equal(back.view(torch.int32), values.view(torch.int32))
+
+
+def test_half_of_a_bfloat16_unit_is_off_by_one_of_float32_at_most() -> None:
+    whole = torch.tensor([1.0, 1.0 + 2**-7, -1.0, -1.0 - 2**-7, 2.0**-126])
+    values = (
+        whole + torch.sign(whole) * (whole.bfloat16().view(torch.int16) + 1).view(torch.bfloat16).sub(whole).abs() / 2
+    )
+    back = with_remainder(values.bfloat16(), remainder_of(values, values.bfloat16()))
+    assert (back.view(torch.int32) - values.view(torch.int32)).abs().tolist() == [1, 0, 1, 0, 1]
+    assert torch.equal(back.bfloat16(), values.bfloat16()), "the model's weights follow from it"
+    kept = remainder_of(torch.tensor([torch.nan]), torch.tensor([torch.nan]).bfloat16())
+    assert with_remainder(torch.tensor([torch.nan]).bfloat16(), kept).isnan().all()

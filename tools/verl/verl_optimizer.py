@@ -110,6 +110,15 @@ def put_streaming(command: Command, tree: Tree, role: str) -> None:
         tree.put(f"{ROLES[role]}.offload.streamed_optimizer", share)
 
 
+def put_remainders(command: Command, tree: Tree, role: str) -> None:
+    """Put master weights that are remainders beside weights in bfloat16, as Megatron's precision-aware optimizer has
+    them; adapters have none."""
+    name, section = "use_precision_aware_optimizer", tree[ROLES[role]]
+    is_aware = command.first(f"{role}.optim.override_optimizer_config.{name}", f"{role}.optim.{name}", default=False)
+    has_any = section.get("dtype", tree["model"]["dtype"]) == "bfloat16" and "lora" not in section
+    tree.put(f"{ROLES[role]}.optimizer.master_remainders", (is_aware and command.is_of_megatron and has_any) or None)
+
+
 def put_overlap(command: Command, tree: Tree, role: str) -> None:
     """Put gradients and weights that travel while passes compute; weights do only beside gradients, adapters never."""
     options = f"{role}.megatron.override_ddp_config"

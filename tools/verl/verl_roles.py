@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from verl_command import ACTOR, DTYPES, MODEL, REFERENCE, ROLES, ROLLOUT, Command, Tree
-from verl_optimizer import put_optimizer, put_overlap
+from verl_optimizer import put_optimizer, put_overlap, put_remainders
 
 from rlhf_megatron.errors import RecipeError
 from rlhf_megatron.recipe.memory_savings import KEPT_MODULES
@@ -61,6 +61,7 @@ def put_roles(command: Command, tree: Tree) -> None:
     put_adapters(command, tree)
     put_fp8(command, tree)
     put_overlap(command, tree, ACTOR)
+    put_remainders(command, tree, ACTOR)
     if tree["algorithm"].get("kl_coef") and "lora" not in tree["actor"]:
         put_role(command, tree, REFERENCE, longest, budget)
         tree["reference"]["tokens_per_gpu"] = logprob_budget(command, REFERENCE, longest) or budget
@@ -70,6 +71,7 @@ def put_roles(command: Command, tree: Tree) -> None:
         put_role(command, tree, "critic", longest, 32768)
         put_optimizer(command, tree, "critic", 1e-5)
         put_overlap(command, tree, "critic")
+        put_remainders(command, tree, "critic")
         tree.put("critic.path", command.take("critic.model.path", "") or None)
         tree.put("critic.value_clip", command.take("critic.cliprange_value", 0.5))
         check_critic(command, tree)
