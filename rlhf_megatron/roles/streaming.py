@@ -99,9 +99,9 @@ class StreamedState:
         return list(self._remainders.values())
 
     def at_rest(self, main: Tensor) -> Tensor:
-        """Return master weights as they are between steps, where they are then; perhaps a copy."""
+        """Return master weights as they are between steps: where they are then, or of remainders a copy."""
         kept = self._kept(main)
-        return with_remainder(self._rounded[id(main)].to(kept.device), kept) if kept.dtype == torch.int16 else kept
+        return with_remainder(self._rounded[id(main)], kept.to(main.device)) if kept.dtype == torch.int16 else kept
 
     def write(self, main: Tensor, values: Tensor) -> None:
         """Set master weights between steps, whose rounded ones the model has already."""
@@ -215,7 +215,7 @@ class StreamedState:
     def _keep_remainders(self, piece: Sequence[Tensor]) -> None:
         """Keep of master weights what the model does not have."""
         for main in piece:
-            if id(main) not in self._rounded:
+            if id(main) not in self._rounded:  # float32 is its own
                 continue
             self._remainders[id(main)] = remainder_of(main.data, self._rounded[id(main)])
             main.data = _nothing(main)
