@@ -217,6 +217,7 @@ def test_memory_leaves_the_gpu_and_nothing_changes(dtype: str, tmp_path: Path) -
             "learns": (dtype, OPTIMIZER, 0.0),
             "half of the optimizer streamed": (dtype, OPTIMIZER, 0.5),
             "optimizer streamed": (dtype, OPTIMIZER, 1.0),
+            "remainders, half streamed": ("bfloat16", OPTIMIZER | {"master_remainders": True}, 0.5),
             "frozen": (dtype, None, 0.0),
         },
     }
