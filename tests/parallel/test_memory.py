@@ -60,9 +60,10 @@ def test_offloading_before_every_call_changes_nothing(name: str, results: list[d
         assert all(after == dict.fromkeys(KINDS, 0) for after in result["after"])
 
 
-def test_remainders_are_the_master_weights_in_fewer_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_remainders_are_the_master_weights_in_fewer_bytes(family: str, tmp_path: Path) -> None:
     arguments = {
-        "model": str(make_model(tmp_path / "model", vocabulary=2000)),
+        "model": str(make_model(tmp_path / "model", family, vocabulary=2000)),
         "rows": list(random_rows(6, 2000)),
         "section": {"tokens_per_gpu": 60},
         "optimizer": OPTIMIZER,
