@@ -81,13 +81,13 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
 
 def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> dict[str, Any]:
     """Return microseconds of each way for one linear layer, and of our kernel by what it is cut into."""
+    from rlhf_megatron.compat.vllm.fp8_linear import quantized_blocks, quantized_groups
+
     generator = torch.Generator("cuda").manual_seed(1)
     weights = [
         torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(COPIES)
     ]
     tokens = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16, generator=generator)
-    from rlhf_megatron.compat.vllm.fp8_linear import quantized_blocks, quantized_groups
-
     values, scale = quantized_groups(tokens)
     of_blocks = (values, scale.t().contiguous().t()), [quantized_blocks(weight) for weight in weights]
     ways: dict[str, Callable[[int], Any]] = {"bfloat16": lambda copy: tokens @ weights[copy].t()}
