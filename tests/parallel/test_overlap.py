@@ -77,12 +77,17 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return found
 
 
+UNIT_OF_A_LOGIT = 2**-6  # from 2 to 4, in bfloat16
+
+
 @pytest.mark.parametrize("name", named({name: case for name, (case, _) in CASES.items()}))
 def test_steps_equal_the_plain_way(name: str, results: dict[str, list[Any]]) -> None:
     case, _ = CASES[name]
     for found in results[name]:
         assert found["metrics"] < case.norms_within
-        assert max(found["logprobs"], found["weights"]) < case.weights_within
+        assert found["weights"] < case.weights_within
+        # Sums in another order round a few weights to their other neighbour, which moves a logit by a unit or two.
+        assert found["logprobs"] < case.weights_within + (2 * UNIT_OF_A_LOGIT if "bfloat16" in name else 0.0)
         assert found["resumed"] == 0
         assert found["threads"] == 1, "other collectives travel over the same group"
     assert results[name][0]["buckets"] > 2
