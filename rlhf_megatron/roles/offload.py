@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_megatron.compat.torch import take_memory_by_pages
 from rlhf_megatron.recipe.memory_savings import OffloadSection
 from rlhf_megatron.roles.host_memory import pinned_buffers
-from rlhf_megatron.roles.streaming import streamed_states
+from rlhf_megatron.roles.streaming import StreamedState, streamed_states
 from rlhf_megatron.roles.trainer import Trainer
 
 
@@ -92,15 +92,20 @@ class RoleMemory:
     def master_weights(self, main: Tensor) -> Tensor:
         """Return the content of one of the optimizer's parameters between steps: itself, a tensor of the host, or a
         copy."""
-        return next((streamed.at_rest(main) for streamed in self._streamed if streamed.replaces(main)), main)
+        streamed = self._replacing(main)
+        return streamed.at_rest(main) if streamed else main
 
     def set_master_weights(self, main: Tensor, values: Tensor) -> None:
         """Set the content of one of the optimizer's parameters between steps; the model has it already, rounded."""
-        for streamed in self._streamed:
-            if streamed.replaces(main):
-                streamed.write(main, values)
-                return
-        main.copy_(values)
+        streamed = self._replacing(main)
+        if streamed:
+            streamed.write(main, values)
+        else:
+            main.copy_(values)
+
+    def _replacing(self, main: Tensor) -> StreamedState | None:
+        """Return what has another tensor for these master weights between steps, if anything has."""
+        return next((streamed for streamed in self._streamed if streamed.replaces(main)), None)
 
     def device_of(self, main: Tensor) -> torch.device:
         """Return where the state of one of the optimizer's parameters is between steps."""

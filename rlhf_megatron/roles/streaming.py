@@ -95,7 +95,7 @@ class StreamedState:
 
     @property
     def on_device(self) -> list[Tensor]:
-        """What stands on the device for master weights that are not streamed."""
+        """Tensors of the device in place of master weights that are not streamed."""
         return list(self._remainders.values())
 
     def at_rest(self, main: Tensor) -> Tensor:

@@ -499,29 +499,29 @@ def test_logits_that_there_is_memory_for_are_told_of() -> None:
     assert "does NOT fit: set actor.kept_logits_gb to 0, lower actor.tokens_per_gpu" in over
 
 
-def test_moments_in_bfloat16_take_half_the_memory() -> None:
-    model, narrow = "qwen2.5-7b", "actor.optimizer.state_dtype=bfloat16"
+@pytest.mark.parametrize(
+    ("key", "value", "of_twelve_bytes"), [("state_dtype", "bfloat16", 8), ("master_remainders", True, 10)]
+)
+def test_narrow_state_takes_less_memory(key: str, value: str | bool, of_twelve_bytes: int) -> None:
+    model, narrow = "qwen2.5-7b", f"actor.optimizer.{key}={value}"
     [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]
-    [half] = memory_of(recipe_of("qwen7b_grpo", narrow), model, 8).roles["actor"]
-    assert half.optimizer == pytest.approx(whole.optimizer * 8 / 12)
-    assert half.stream_buffer > 0 == whole.stream_buffer
-    with pytest.raises(RecipeError, match="state_dtype=bfloat16 needs optimizer.distributed"):
+    [less] = memory_of(recipe_of("qwen7b_grpo", narrow), model, 8).roles["actor"]
+    assert less.optimizer == pytest.approx(whole.optimizer * of_twelve_bytes / 12)
+    assert less.stream_buffer > 0 == whole.stream_buffer
+    with pytest.raises(RecipeError, match=f"{key}={value} needs optimizer.distributed"):
         recipe_of("qwen7b_grpo", narrow, "actor.optimizer.distributed=false")
 
 
-def test_master_weights_as_remainders_take_half_the_memory() -> None:
-    model, kept = "qwen2.5-7b", "actor.optimizer.master_remainders=true"
-    [whole] = memory_of(recipe_of("qwen7b_grpo"), model, 8).roles["actor"]
-    [less] = memory_of(recipe_of("qwen7b_grpo", kept), model, 8).roles["actor"]
-    assert less.optimizer == pytest.approx(whole.optimizer * 10 / 12)
-    assert less.stream_buffer > 0 == whole.stream_buffer
-    for change, why in (
-        ("actor.optimizer.distributed=false", "master_remainders=True needs optimizer.distributed"),
-        ("model.dtype=float32", "actor.optimizer.master_remainders=True needs weights in bfloat16; they are float32"),
-        ("actor.lora={rank: 8}", "actor.optimizer.master_remainders=True: adapters are float32"),
-    ):
-        with pytest.raises(RecipeError, match=why):
-            recipe_of("qwen7b_grpo", kept, change)
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("model.dtype=float32", "needs weights in bfloat16; they are float32"),
+        ("actor.lora={rank: 8}", "adapters are float32"),
+    ],
+)
+def test_remainders_are_of_weights_in_bfloat16(change: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=f"actor.optimizer.master_remainders=True:? {why}"):
+        recipe_of("qwen7b_grpo", "actor.optimizer.master_remainders=true", change)
 
 
 def test_a_streamed_optimizer_is_in_host_memory() -> None:
