@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -243,6 +244,34 @@ def test_blocks_are_those_of_the_model_in_any_layout(tensor: int, tmp_path: Path
         for way in WAYS:
             for model, answered in zip(models, found[way], strict=True):
                 check(model, answered, model_of_rounded_blocks, largest=0.3)  # wider: more such numbers
+
+
+def compiled_products() -> float:
+    """Return how far a product by blocks is from itself once compiled for any number of tokens, as vLLM compiles."""
+    from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+
+    prepare_environment()
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"  # it is off on CPUs
+    from rlhf_megatron.compat.vllm import fp8_linear
+
+    generator = torch.Generator().manual_seed(1)
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.randn(256, 256, generator=generator), requires_grad=False)
+    fp8_linear.add_room(layer, block=(128, 128))
+    method = fp8_linear.Fp8BlockwiseLinearMethod.__new__(fp8_linear.Fp8BlockwiseLinearMethod)
+    method.process_weights_after_loading(layer)
+    compiled = torch.compile(functools.partial(method.apply, layer), fullgraph=True, backend="aot_eager")
+    apart = []
+    for tokens in (40, 41):
+        x, bias = torch.randn(tokens, 256, generator=generator), torch.randn(256, generator=generator)
+        torch._dynamo.mark_dynamic(x, 0)
+        with torch.compiler.set_stance("fail_on_recompile" if apart else "default"):
+            apart.append(float((compiled(x, bias) - method.apply(layer, x, bias)).abs().max()))
+    return max(apart)
+
+
+def test_blocks_are_compiled_once_for_any_number_of_tokens() -> None:
+    assert run_ranks(compiled_products, 1, {}) == [0.0]
 
 
 def refused(model: str) -> str:

@@ -1,11 +1,10 @@
-"""Products of a decode step in 8 bits by number of sequences: libraries' kernels and ours; needs a GPU.
+"""Products of a decode step in 8 bits by number of sequences, by the kernels of several libraries; needs a GPU.
 
     python tools/bench/fp8_products.py [--model recipes/models/qwen2.5-7b] [--rows 64 128 200] [--output FILE.json]
 
 Microseconds of one layer's four linear layers, started as CUDA graphs, beside bfloat16: with a scale for each row and
-token, and by blocks, as ``rollout.quantization`` has them, ours by blocks alone. The floor is reading the weights once,
-as fast as a large copy does. A way that is not there says why. With --sweep our kernel is measured by tiles and splits
-of the inner dimension too.
+token, and by blocks, as ``rollout.quantization`` has them. The floor is reading the weights once, as fast as a large
+copy does. A way that is not there says why.
 """
 
 from __future__ import annotations
@@ -19,31 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from gpu_clock import milliseconds, recorded
 from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlhf_megatron.kernels.fp8_product import BLOCK, Quantized
-from rlhf_megatron.kernels.triton_fp8_product import TILES, Tiles, launch
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 WARM_UPS, REPEATS = 5, 30
 COPIES = 8  # of the weights, by turns, so that none is found in the GPU's cache
-SWEEP = (
-    TILES,
-    Tiles(stages=3),
-    Tiles(stages=6),
-    Tiles(most_tokens=64),
-    Tiles(rows=64, warps=4),
-    Tiles(rows=64, warps=4, stages=6),
-    Tiles(rows=64, warps=4, most_tokens=64),
-    Tiles(rows=64, most_tokens=256),
-)
-SPLITS = (1, 2, 3, 4, 5, 7)
+Quantized = tuple[Tensor, Tensor]
+"""Numbers, and scales of their blocks."""
 
 
 def main() -> int:
@@ -51,7 +38,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("recipes/models/qwen2.5-7b"), help="default: %(default)s")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 200, 256, 512], help="default: %(default)s")
-    parser.add_argument("--sweep", action="store_true", help="by tiles and splits too")
     parser.add_argument("--output", type=Path, help="write the results there as JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -61,7 +47,7 @@ def main() -> int:
     shapes = linear_shapes(read_architecture(options.model))
     results = []
     for rows, (name, shape) in itertools.product(options.rows, shapes.items()):
-        results.append(measure(rows, name, *shape, sweeps=options.sweep))
+        results.append(measure(rows, name, *shape))
         if options.output:
             write_report(options.output, {"model": options.model.name, "results": results})
     show(results)
@@ -79,8 +65,8 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
     }
 
 
-def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> dict[str, Any]:
-    """Return microseconds of each way for one linear layer, and of our kernel by what it is cut into."""
+def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
+    """Return microseconds of each way for one linear layer, and how far each is from the product in full."""
     from rlhf_megatron.compat.vllm.fp8_linear import quantized_blocks, quantized_groups
 
     generator = torch.Generator("cuda").manual_seed(1)
@@ -105,16 +91,7 @@ def measure(rows: int, name: str, outputs: int, inputs: int, sweeps: bool) -> di
         except Exception as error:  # a library that is not there, or refuses
             taken[way] = f"{type(error).__name__}: {error}"[:300]
     taken["reading in 8 bits"] = float(taken["reading in 8 bits"]) / 2  # a copy writes as much
-    cuts: dict[str, float | str] = {}
-    for tiles, splits in itertools.product(SWEEP if sweeps else (), SPLITS):
-        cut = f"{tuple(tiles)}, {splits}"
-        try:
-            cuts[cut] = microseconds(functools.partial(by_ours, *of_blocks, tiles=tiles, splits=splits))
-        except triton.OutOfResources as error:
-            cuts[cut] = str(error)
-    return {
-        "layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": taken, "cuts": cuts, "apart": apart
-    }  # fmt: skip
+    return {"layer": name, "rows": rows, "shape": [outputs, inputs], "microseconds": taken, "apart": apart}
 
 
 def ways_of_rows(tokens: Tensor, weights: list[Tensor]) -> dict[str, Callable[[int], Any]]:
@@ -148,6 +125,8 @@ def ways_of_blocks(tokens: Quantized, weights: list[Quantized]) -> dict[str, Cal
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
+    from rlhf_megatron.compat.vllm.fp8_linear import BLOCK
+
     given, scale = tokens
     by_rows = scale.contiguous()
 
@@ -167,18 +146,10 @@ def ways_of_blocks(tokens: Quantized, weights: list[Quantized]) -> dict[str, Cal
         return output
 
     ways = {"vLLM": by_vllm, "Triton of vLLM": by_triton_of_vllm, "cuBLAS": by_cublas, "DeepGEMM": by_deep_gemm}
-    found: dict[str, Callable[[int], Any]] = {
+    return {
         f"blocks: {way}": functools.partial(lambda action, copy: action(*weights[copy]), action)
         for way, action in ways.items()
     }
-    return found | {"blocks: ours": functools.partial(by_ours, tokens, weights)}
-
-
-def by_ours(
-    tokens: Quantized, weights: list[Quantized], copy: int, tiles: Tiles = TILES, splits: int | None = None
-) -> Tensor:
-    """Return the product by our kernel, in bfloat16."""
-    return launch(tokens, weights[copy], None, torch.bfloat16, tiles, splits)
 
 
 def microseconds(action: Callable[[int], Any]) -> float:

@@ -17,11 +17,11 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from rlhf_megatron.errors import RolloutError
-from rlhf_megatron.kernels.fp8_product import BLOCK, TYPE, fp8_product_reference
 
+TYPE = torch.float8_e4m3fn
+BLOCK = 128
 LARGEST = torch.finfo(TYPE).max
 _SMALLEST_SCALE = 1 / (LARGEST * 512)  # vLLM's kernel has the same
-_FEW_TOKENS = 256  # of which our kernel multiplies by blocks: vLLM's has too few tiles for a GPU's cores
 
 
 def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,29 +92,36 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     return (output if bias is None else output + bias).to(x.dtype)
 
 
-# One operation for vLLM's compiler, since what it does follows from the number of tokens.
+# One operation for vLLM's compiler, which cannot look into DeepGEMM.
 @torch.library.custom_op("rlhf_megatron::fp8_product_of_blocks", mutates_args=())
 def product_of_blocks(
-    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply as ``fp8_product_reference`` does; scales ``of_tokens`` follow each other by columns."""
+    """Multiply [n, columns] by weights of [rows, columns], both quantized by blocks -> [n, rows] in ``dtype``.
+
+    ``of_tokens`` [n, columns / 128] lie by columns, ``of_weights`` [rows / 128, columns / 128] by rows. By DeepGEMM,
+    the fastest with any number of tokens (tools/bench/fp8_products.py), or where vLLM lacks or refuses it by vLLM's own
+    kernel; in plain torch on a CPU.
+    """
     if not values.is_cuda:
-        return fp8_product_reference((values, of_tokens), (weight, of_weights), bias, dtype)
-    if len(values) <= _FEW_TOKENS:
-        from rlhf_megatron.kernels.triton_fp8_product import launch
-
-        return launch((values, of_tokens), (weight, of_weights), bias, dtype)
+        in_full = weight.float() * of_weights.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return ((values.float() * of_tokens.repeat_interleave(BLOCK, 1)) @ in_full.t()).to(dtype)
     from vllm import _custom_ops
+    from vllm.utils import deep_gemm
 
-    output: Tensor = _custom_ops.cutlass_scaled_mm(values, weight.t(), of_tokens, of_weights.t(), dtype)
-    return output if bias is None else output.add_(bias)  # the kernel adds none
+    if dtype == torch.bfloat16 and deep_gemm.is_deep_gemm_supported():
+        output = values.new_empty(len(values), len(weight), dtype=dtype)
+        # Scales stay what they are, as in training, and are not rounded to powers of two.
+        deep_gemm.fp8_gemm_nt((values, of_tokens), (weight, of_weights), output, is_deep_gemm_e8m0_used=False)
+        return output
+    return _custom_ops.cutlass_scaled_mm(values, weight.t(), of_tokens, of_weights.t(), dtype)  # type: ignore[no-any-return]
 
 
 @product_of_blocks.register_fake
 def _shape_of_product(
-    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    return values.new_empty(len(values), len(weight), dtype=dtype)
+    return values.new_empty(values.shape[0], weight.shape[0], dtype=dtype)  # len() would fix the number of tokens
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -174,4 +181,5 @@ class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
         # In plain torch, of which vLLM's compiler makes one kernel with what comes before.
         values, scale = quantized_groups(x)
         by_columns = scale.t().contiguous().t()
-        return product_of_blocks(values, by_columns, layer.quantized_weight, layer.weight_scale, bias, x.dtype)
+        output = product_of_blocks(values, by_columns, layer.quantized_weight, layer.weight_scale, x.dtype)
+        return output if bias is None else output + bias
