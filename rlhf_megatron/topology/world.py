@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import hashlib
 import os
 import socket
@@ -142,6 +143,15 @@ def _store_of_torchrun() -> dist.Store:
 
 
 def leave_world() -> None:
-    """End torch.distributed for this process, unless that has been done; call it when every rank is done."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """End torch.distributed for this process, unless that has been done; call it when every rank is done.
+
+    The process's CUDA graphs end with it. NCCL would wait for those that hold its collectives without end, as graphs of
+    a model that drafts do (https://github.com/pytorch/pytorch/issues/115388).
+    """
+    if not dist.is_initialized():
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        for graph in [each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph)]:
+            graph.reset()
+    dist.destroy_process_group()

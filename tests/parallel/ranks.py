@@ -263,7 +263,7 @@ def _run_function(target: str, arguments: str) -> None:
     import torch.distributed as dist
 
     module, _, function = target.rpartition(":")
-    from rlhf_megatron.topology.world import join_world
+    from rlhf_megatron.topology.world import join_world, leave_world
 
     join_world()  # gloo, and NCCL besides where there are GPUs
     result = getattr(_import_target(module), function)(**json.loads(Path(arguments).read_text("utf-8")))
@@ -271,7 +271,7 @@ def _run_function(target: str, arguments: str) -> None:
     if dist.is_initialized():  # an engine that ends may take torch.distributed with it
         # Ranks that end before others have read their last message would break those.
         dist.barrier()
-        dist.destroy_process_group()
+        leave_world()
 
 
 if __name__ == "__main__":
