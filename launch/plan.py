@@ -12,6 +12,7 @@ from rich.table import Table
 from rlhf_megatron.data.epochs import planned_in_steps
 from rlhf_megatron.errors import UserError
 from rlhf_megatron.planning.layout_search import Candidate, find_layouts, nearest_layout
+from rlhf_megatron.planning.levers import Lever, find_levers
 from rlhf_megatron.planning.model_folders import planned_architectures
 from rlhf_megatron.planning.report import sent_between_hosts
 from rlhf_megatron.planning.start_time import expected_start
@@ -33,6 +34,7 @@ def main() -> int:
     add_recipe_arguments(parser)
     parser.add_argument("--world", required=True, help="the number of GPUs")
     parser.add_argument("--price", type=float, help="of a GPU for an hour, to reckon what the recipe's steps cost")
+    parser.add_argument("--levers", action="store_true", help="list what else would make the steps faster, too")
     arguments = parser.parse_intermixed_args()
     world = number_of_gpus("--world", arguments.world)
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
@@ -46,12 +48,29 @@ def main() -> int:
         gpus = f"{world} GPUs of {recipe.cluster.gpu_memory_gb:g} GB"
         print(f"error: no layout fits {gpus}; {nearest}", file=sys.stderr)
         return 1
-    shown = table(candidates, world, recipe.steps, arguments.price)
-    needed = Console(width=1000).measure(shown).maximum  # rich would cut what is wider than a file's 80 columns
-    Console(width=max(needed, Console().width)).print(shown)
+    show(table(candidates, world, recipe.steps, arguments.price))
     print(terms_line(candidates[0], world))
     print("the first:", " ".join(candidates[0].overrides) or "the recipe as it is")
+    if arguments.levers:
+        show_levers(candidates[0], find_levers(recipe, world), world, recipe.steps, arguments.price)
     return 0
+
+
+def show(shown: Table) -> None:
+    """Print a table as wide as it is: rich would cut what is wider than a file's 80 columns."""
+    needed = Console(width=1000).measure(shown).maximum
+    Console(width=max(needed, Console().width)).print(shown)
+
+
+def show_levers(without: Candidate, levers: Sequence[Lever], world: int, steps: int, price: float | None) -> None:
+    """Print the best layout ``without`` levers and with each, then what to change for each, or why it cannot be."""
+    usable = [(lever.name, lever.candidate) for lever in levers if lever.candidate]
+    print()
+    rows = [("none", without), *usable]
+    show(table([each for _, each in rows], world, steps, price, [name for name, _ in rows]))
+    for lever in levers:
+        changes = (*lever.overrides, *(lever.candidate.overrides if lever.candidate else ()))
+        print(f"{lever.name}: {' '.join(changes) if lever.candidate else lever.refusal}")
 
 
 def terms_line(candidate: Candidate, world: int) -> str:
@@ -62,11 +81,15 @@ def terms_line(candidate: Candidate, world: int) -> str:
     return f"of a step: {', '.join(f'{name} {value:.2g}' for name, value in terms.items())} s; start {start:.0f} s"
 
 
-def table(candidates: Sequence[Candidate], world: int, steps: int, price: float | None) -> Table:
+def table(
+    candidates: Sequence[Candidate], world: int, steps: int, price: float | None, levers: Sequence[str] | None = None
+) -> Table:
     """Return a row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory,
-    GB of weights between hosts where there are several, and the layout."""
+    GB of weights between hosts where there are several, and the layout; before them the name of each one's lever."""
     several = world > candidates[0].recipe.cluster.gpus_per_node
     layouts = Table(box=None, header_style="bold")
+    if levers:
+        layouts.add_column("lever", no_wrap=True)
     for name in (
         "s/step",
         "tok/s/GPU",
@@ -76,13 +99,14 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
         *(["GB sent"] if several else []),
     ):
         layouts.add_column(name, justify="right", no_wrap=True)
-    for name in ("actor", "recompute", "stream", "rollout"):
+    for name in ("actor", "recompute", "stream", "masters", "rollout"):
         layouts.add_column(name, no_wrap=True)
-    for each in candidates:
+    for index, each in enumerate(candidates):
         hours, actor = each.time.seconds * steps * world / 3600, each.recipe.actor
         gpus = len(role_ranks(each.recipe, "actor", world))
         cost = [f"{hours * price:,.0f}"] if price is not None else []
         layouts.add_row(
+            *(levers[index : index + 1] if levers else []),
             f"{each.time.seconds:,.1f}",
             f"{each.time.speed(world):,.0f}",
             f"{hours:,.0f}",
@@ -92,6 +116,7 @@ def table(candidates: Sequence[Candidate], world: int, steps: int, price: float 
             f"TP{actor.layout.tensor} PP{actor.layout.pipeline} DP{gpus // actor.layout.model_gpus}",
             actor.recompute.granularity,
             f"{actor.offload.streamed_optimizer:.0%}",
+            "16-bit" if actor.optimizer and actor.optimizer.master_remainders else "32-bit",
             f"TP{each.recipe.rollout.layout.tensor}",
         )
     return layouts

@@ -13,17 +13,19 @@ class Gpu(NamedTuple):
         flops: dense bfloat16 operations per second.
         bandwidth: bytes per second of its memory.
         hopper: it multiplies blocks in 8 bits, each with its own scale.
+        fp8: it multiplies in 8 bits.
     """
 
     memory_gb: float
     flops: float
     bandwidth: float
     hopper: bool = False
+    fp8: bool = True
 
 
 GPUS = {
-    "A100": Gpu(80.0, 312e12, 2.04e12),
-    "A800": Gpu(80.0, 312e12, 2.04e12),
+    "A100": Gpu(80.0, 312e12, 2.04e12, fp8=False),
+    "A800": Gpu(80.0, 312e12, 2.04e12, fp8=False),
     "B200": Gpu(179.0, 2250e12, 8.0e12),
     "GB200": Gpu(185.0, 2500e12, 8.0e12),
     "H100": Gpu(80.0, 989e12, 3.35e12, hopper=True),

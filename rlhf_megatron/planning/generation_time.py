@@ -43,6 +43,13 @@ def _read_weights(model: Architecture, sequences: float) -> float:
     return used_weights(model) + routed_weights(model, reached - chosen)
 
 
+def _bytes_of_weights(recipe: RLRecipe, model: Architecture, sequences: float) -> float:
+    """Return the bytes of weights that a token of so many ``sequences`` reads: in 8 bits all but the output layer's."""
+    weights = _read_weights(model, sequences)
+    whole = model.hidden * model.vocabulary if recipe.rollout.quantization else weights
+    return weights + whole
+
+
 def _in_flight(recipe: RLRecipe, responses: Sequence[float]) -> float:
     """Return the mean responses that run where they go on after an update.
 
@@ -82,7 +89,7 @@ def generation_seconds(
     most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / kept(in_cache))))
 
     def seconds_of_token(sequences: float, tokens: float) -> float:
-        reading = 2.0 * _read_weights(model, sequences) / tensor / (gpu.bandwidth * _OF_WEIGHTS)
+        reading = _bytes_of_weights(recipe, model, sequences) / tensor / (gpu.bandwidth * _OF_WEIGHTS)
         computing = 2.0 * multiplied * sequences / tensor / (gpu.flops * _OF_PEAK_IN_ROLLOUT)
         of_cache = on_each_rank * sequences * kept(tokens)
         partial = 2.0 * sequences * model.hidden  # bytes of each rank's part of a sum

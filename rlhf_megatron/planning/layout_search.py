@@ -1,9 +1,10 @@
 """Layouts of a recipe that fit their GPUs, and the expected time of a step of each: arithmetic, no GPU and no weights.
 
 Tried are the actor's tensor, pipeline and expert parallelism, of whole experts, with as many layers on each stage and
-with fewer on the one that has the vocabulary, what it recomputes and streams, and the rollout's tensor parallelism;
-roles without a layout of their own follow the actor, and ``tokens_per_gpu: auto`` is found for each layout. All else is
-as the recipe has it, but for virtual stages and a number of recomputed layers where the layout cannot have them.
+with fewer on the one that has the vocabulary, what it recomputes and streams, how its optimizer keeps master weights,
+and the rollout's tensor parallelism; roles without a layout of their own follow the actor, and ``tokens_per_gpu: auto``
+is found for each layout. All else is as the recipe has it, but for virtual stages and a number of recomputed layers
+where the layout cannot have them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from rlhf_megatron.recipe.budgets import open_budgets, with_budgets
 from rlhf_megatron.recipe.memory_savings import RecomputeSection
 from rlhf_megatron.topology.role_layout import make_layout
 
-_AS_FAST, _LESS = 1.03, 0.95  # what is no difference in time, and what is one in memory
+_AS_FAST, _LESS = 1.03, 0.93  # what is no difference in time, and what is one in memory
 _PIPELINES = (1, 2, 4, 8, 16)
 _EXPERT = (1, 4, 8, 16, 32, 64)
-_STREAMED = (0.0, 0.5, 1.0)
+_STREAMED = (0.0, 0.25, 0.5, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def nearest_layout(recipe: RLRecipe, world: int) -> str:
         try:
             tried.append(_tried(recipe, architectures, world, choice))
         except (ValidationError, RecipeError) as error:
-            refusals[_reason(error)] += 1
+            refusals[first_reason(error)] += 1
     if not tried:
         often = "".join(f": {reason}" for reason, _ in refusals.most_common(1))
         return f"none of those tried can cut this model over {world} GPUs{often}"
@@ -109,7 +110,10 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
     own = recipe.actor.layout
     pipelines, experts = sorted({*_PIPELINES, own.pipeline}), sorted({*_EXPERT, own.expert})
     replicas = sorted({*degrees, min(world, recipe.rollout.layout.tensor)})  # the recipe's own may be of several nodes
-    streams = _STREAMED if recipe.actor.optimizer and recipe.actor.optimizer.distributed else (0.0,)
+    optimizer = recipe.actor.optimizer
+    streams = _STREAMED if optimizer and optimizer.distributed else (0.0,)
+    # Less to stream, of weights whose optimizer can have it.
+    remainders = sorted({optimizer.master_remainders, len(streams) > 1}) if optimizer else [None]
     short = with_budgets(recipe, dict.fromkeys(open_budgets(recipe), recipe.longest_sequence))
     layers, head = model.layers, head_in_layers(short, model)
     stages = [
@@ -126,11 +130,11 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
         for tensor, stage, expert in itertools.product(degrees, stages, (1,) if model.experts is None else experts)
         if expert == 1 or world % (tensor * stage[0]) == world // stage[0] % expert == 0
     ]
-    for (tensor, pipeline, first, last, chunks, expert), streamed, (
+    for (tensor, pipeline, first, last, chunks, expert), streamed, narrow, (
         granularity,
         of_each,
         modules,
-    ), rollout in itertools.product(cuts, streams, recomputed, replicas):
+    ), rollout in itertools.product(cuts, streams, remainders, recomputed, replicas):
         yield {
             "actor.layout.tensor": tensor,
             "actor.layout.pipeline": pipeline,
@@ -142,6 +146,7 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
             "actor.layout.expert_tensor": None if model.experts is None else 1,
             "actor.sequence_parallel": tensor > 1,
             "actor.offload.streamed_optimizer": streamed,
+            **({} if narrow is None else {"actor.optimizer.master_remainders": narrow}),
             "actor.recompute.granularity": granularity,
             "actor.recompute.layers": of_each,
             "actor.recompute.modules": modules,
@@ -191,20 +196,20 @@ def _tried(
         for key, value in choice.items()
         if attrgetter(key)(recipe) != value
     )
-    tried = RLRecipe.model_validate(_with_values(recipe, choice))
+    tried = RLRecipe.model_validate(with_values(recipe, choice))
     check_world(tried, world)
     check_architectures(tried, architectures)
     tried = planned_budgets(tried, architectures, world)
     return overrides, tried, estimate(tried, architectures, world)
 
 
-def _reason(error: ValidationError | RecipeError) -> str:
+def first_reason(error: ValidationError | RecipeError) -> str:
     """Return the message of an error, in one line."""
     first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return " ".join(first.removeprefix("Value error, ").split())
 
 
-def _with_values(section: BaseModel, changes: Mapping[str, Any]) -> dict[str, Any]:
+def with_values(section: BaseModel, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section's values with others by their keys, those of sections below it too; the rest is as it is."""
     values, below = dict(section), dict[str, dict[str, Any]]()
     for key, value in changes.items():
@@ -213,7 +218,7 @@ def _with_values(section: BaseModel, changes: Mapping[str, Any]) -> dict[str, An
             below.setdefault(name, {})[rest] = value
         else:
             values[name] = value
-    return values | {name: _with_values(values[name], inner) for name, inner in below.items()}
+    return values | {name: with_values(values[name], inner) for name, inner in below.items()}
 
 
 def _candidate(

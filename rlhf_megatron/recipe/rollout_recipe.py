@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from rlhf_megatron.gpu_kinds import GPUS
 from rlhf_megatron.recipe.recipe import Recipe
 from rlhf_megatron.recipe.reward import RewardSection
 from rlhf_megatron.recipe.rollout import RolloutSection
@@ -14,6 +17,19 @@ class RolloutRecipe(Recipe):
     """Generation; vLLM's names (docs/rollout.md)."""
     reward: RewardSection = RewardSection()
     """Rewards (docs/rewards.md)."""
+
+    def _checks(self) -> list[Callable[[], None]]:
+        """See Recipe."""
+        return [*super()._checks(), self._check_quantization]
+
+    def _check_quantization(self) -> None:
+        kind, gpu = self.rollout.quantization, self.cluster.gpu
+        able = [name for name, known in GPUS.items() if (known.hopper if kind == "fp8_blockwise" else known.fp8)]
+        if kind and gpu not in (None, *able):
+            raise ValueError(
+                f"rollout.quantization={kind}: cluster.gpu={gpu} is none of {', '.join(able)}, which multiply so; "
+                "leave it out"
+            )
 
     @property
     def rollout_repeats(self) -> bool:

@@ -72,6 +72,7 @@ RECIPES = {
     "qwen7b_grpo": 8,
     "qwen7b_lora": 1,
     "qwen7b_one_gpu": 1,
+    "qwen7b_one_gpu_levers": 1,
     "qwen7b_one_step_off": 8,
     "qwen7b_sft": 8,
     "qwen32b_dapo": 32,

@@ -27,6 +27,7 @@ DRAFTS = "rollout.speculative={method: %s, optimizer: {learning_rate: 1e-4}}"
 TELLS = "health.rules=[{metric: x, when: above, value: 1, action: alert}]"
 FILTERS = "algorithm.filter_groups={enable: true, max_num_gen_batches: 2, prompts_per_round: %d}"
 RESUMED = ("rollout.partial=resume", "rollout.oversample=1.5")
+QUANTIZED = "rollout.quantization"
 PROFILES = "monitor.profile={steps: [1], ranks: [%s], phases: [%s]}"
 
 
@@ -58,6 +59,8 @@ REFUSED = [
     (["actor.fp8=blockwise", "actor.transformer_implementation=local"], "fp8=blockwise needs Transformer Engine"),
     (["actor.fp8=blockwise", "model.dtype=float16"], "actor.fp8=blockwise needs model.dtype bfloat16; it is float16"),
     (["actor.fp8=blockwise", "cluster.gpu=A100"], "cluster.gpu=A100 is none of H100, H20, H200, H800"),
+    ([f"{QUANTIZED}=fp8", "cluster.gpu=A100"], "cluster.gpu=A100 is none of B200, GB200, H100"),
+    ([f"{QUANTIZED}=fp8_blockwise", "cluster.gpu=B200"], "is none of H100, H20, H200, H800"),
     ([DRAFTS % "suffix"], "optimizer: method=suffix drafts without a model that could learn"),
     ([DRAFTS % "eagle3", "actor.layout.pipeline=2"], "a head that drafts and learns reads states of several layers"),
     (
