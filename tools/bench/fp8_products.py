@@ -67,7 +67,8 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
 
 def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
     """Return microseconds of each way for one linear layer, and how far each is from the product in full."""
-    from rlhf_megatron.compat.vllm.fp8_linear import quantized_blocks, quantized_groups
+    from rlhf_megatron.compat.vllm.fp8_linear import quantized_groups
+    from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, quantize_blocks_reference
 
     generator = torch.Generator("cuda").manual_seed(1)
     weights = [
@@ -75,9 +76,18 @@ def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
     ]
     tokens = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16, generator=generator)
     values, scale = quantized_groups(tokens)
-    of_blocks = (values, scale.t().contiguous().t()), [quantized_blocks(weight) for weight in weights]
+    in_blocks: list[Quantized] = []
+    for weight in weights:
+        scales = torch.empty(outputs // BLOCK, inputs // BLOCK, device="cuda")
+        in_blocks.append((torch.empty_like(weight, dtype=TYPE), scales))
+        quantize_blocks(weight, *in_blocks[-1])
+    of_blocks = (values, scale.t().contiguous().t()), in_blocks
     ways: dict[str, Callable[[int], Any]] = {"bfloat16": lambda copy: tokens @ weights[copy].t()}
     ways |= ways_of_rows(tokens, weights) | ways_of_blocks(*of_blocks)
+    ways["quantizing the weights in 8 bits"] = lambda copy: quantize_blocks(weights[copy], *in_blocks[copy])
+    ways["quantizing the weights in 8 bits, torch"] = lambda copy: quantize_blocks_reference(
+        weights[copy], *in_blocks[copy]
+    )
     target = [torch.empty_like(quantized) for quantized, _ in of_blocks[1]]
     ways["reading in 8 bits"] = lambda copy: target[copy].copy_(of_blocks[1][copy][0])
     taken: dict[str, float | str] = {}

@@ -17,11 +17,7 @@ from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from rlhf_megatron.errors import RolloutError
-
-TYPE = torch.float8_e4m3fn
-BLOCK = 128
-LARGEST = torch.finfo(TYPE).max
-_SMALLEST_SCALE = 1 / (LARGEST * 512)  # vLLM's kernel has the same
+from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, scaled
 
 
 def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -39,26 +35,14 @@ def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, 
 
 def quantized_by_torch(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize as ``quantized_rows`` does, in plain torch."""
-    quantized, scale = _quantized(values, 1)
+    scale, quantized = scaled(values, 1)
     return quantized if into is None else into.copy_(quantized), scale
-
-
-def _quantized(values: Tensor, *dimensions: int) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale for what differs in these ``dimensions`` alone, of which the scales have one each."""
-    scale = (values.abs().amax(dimensions, keepdim=True).float() / LARGEST).clamp(min=_SMALLEST_SCALE)
-    return (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE), scale
 
 
 def quantized_groups(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [n, m] by groups of 128 of a row -> (e4m3 [n, m], scales [n, m / 128] float32)."""
-    quantized, scale = _quantized(values.unflatten(1, (-1, BLOCK)), 2)
+    scale, quantized = scaled(values.unflatten(1, (-1, BLOCK)), 2)
     return quantized.flatten(1), scale[..., 0]
-
-
-def quantized_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [n, m] by blocks of 128 x 128 -> (e4m3 [n, m], scales [n / 128, m / 128] float32)."""
-    quantized, scale = _quantized(values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), 1, 3)
-    return quantized.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
 
 
 def copy_names(name: str) -> tuple[str, str]:
@@ -173,8 +157,7 @@ class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Quantize the weight as it is now, in place."""
-        for own, values in zip(copy_names("weight"), quantized_blocks(layer.weight.data), strict=True):
-            getattr(layer, own).data.copy_(values)
+        quantize_blocks(layer.weight.data, *(getattr(layer, own).data for own in copy_names("weight")))
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """See Fp8LinearMethod."""
