@@ -10,6 +10,7 @@ Import after ``process_environment.prepare_environment``: it imports vLLM.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -76,6 +77,9 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     return (output if bias is None else output + bias).to(x.dtype)
 
 
+_REFUSED: list[str] = []  # why DeepGEMM does not run in this process
+
+
 # One operation for vLLM's compiler, which cannot look into DeepGEMM.
 @torch.library.custom_op("rlhf_megatron::fp8_product_of_blocks", mutates_args=())
 def product_of_blocks(
@@ -84,8 +88,8 @@ def product_of_blocks(
     """Multiply [n, columns] by weights of [rows, columns], both quantized by blocks -> [n, rows] in ``dtype``.
 
     ``of_tokens`` [n, columns / 128] lie by columns, ``of_weights`` [rows / 128, columns / 128] by rows. By DeepGEMM,
-    the fastest with any number of tokens (tools/bench/fp8_products.py), or where vLLM lacks or refuses it by vLLM's own
-    kernel; in plain torch on a CPU.
+    the fastest with any number of tokens (tools/bench/fp8_products.py); by vLLM's own kernel where that is missing, or
+    cannot compile its kernels; in plain torch on a CPU.
     """
     if not values.is_cuda:
         in_full = weight.float() * of_weights.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
@@ -93,11 +97,20 @@ def product_of_blocks(
     from vllm import _custom_ops
     from vllm.utils import deep_gemm
 
-    if dtype == torch.bfloat16 and deep_gemm.is_deep_gemm_supported():
+    if dtype == torch.bfloat16 and not _REFUSED and deep_gemm.is_deep_gemm_supported():
         output = values.new_empty(len(values), len(weight), dtype=dtype)
-        # Scales stay what they are, as in training, and are not rounded to powers of two.
-        deep_gemm.fp8_gemm_nt((values, of_tokens), (weight, of_weights), output, is_deep_gemm_e8m0_used=False)
-        return output
+        try:
+            # Scales stay what they are, as in training, and are not rounded to powers of two.
+            deep_gemm.fp8_gemm_nt((values, of_tokens), (weight, of_weights), output, is_deep_gemm_e8m0_used=False)
+            return output
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            _REFUSED.append(reason)
+            warnings.warn(
+                f"rollout.quantization=fp8_blockwise: DeepGEMM does not run here ({reason}); vLLM's own kernel "
+                "multiplies, slower with few tokens",
+                stacklevel=2,
+            )
     return _custom_ops.cutlass_scaled_mm(values, weight.t(), of_tokens, of_weights.t(), dtype)  # type: ignore[no-any-return]
 
 
