@@ -52,7 +52,9 @@ def main() -> int:
     print(terms_line(candidates[0], world))
     print("the first:", " ".join(candidates[0].overrides) or "the recipe as it is")
     if arguments.levers:
-        show_levers(candidates[0], find_levers(recipe, world), world, recipe.steps, arguments.price)
+        with Console(stderr=True).status("searching with each lever"):
+            levers = find_levers(recipe, world)
+        show_levers(candidates[0], levers, world, recipe.steps, arguments.price)
     return 0
 
 

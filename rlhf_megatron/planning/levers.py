@@ -30,12 +30,11 @@ def find_levers(recipe: RLRecipe, world: int) -> list[Lever]:
 
     Raises as ``find_layouts``.
     """
-    levers = [_lever(recipe, world, name, changes) for name, changes in _changes(recipe).items()]
-    usable = [name for name, lever in zip(_changes(recipe), levers, strict=True) if lever.candidate]
+    changes = _changes(recipe)
+    levers = [_lever(recipe, world, name, values) for name, values in changes.items()]
+    usable = [lever.name for lever in levers if lever.candidate]
     if len(usable) > 1:
-        together: dict[str, Any] = {}
-        for name in usable:
-            together |= _changes(recipe)[name]
+        together = {key: value for name in usable for key, value in changes[name].items()}
         levers.append(_lever(recipe, world, ALL, together))
     return levers
 
