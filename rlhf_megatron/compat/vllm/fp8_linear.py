@@ -95,13 +95,13 @@ def product_of_blocks(
         in_full = weight.float() * of_weights.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return ((values.float() * of_tokens.repeat_interleave(BLOCK, 1)) @ in_full.t()).to(dtype)
     from vllm import _custom_ops
-    from vllm.utils import deep_gemm
+    from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
 
-    if dtype == torch.bfloat16 and not _REFUSED and deep_gemm.is_deep_gemm_supported():
+    if dtype == torch.bfloat16 and not _REFUSED and is_deep_gemm_supported():
         output = values.new_empty(len(values), len(weight), dtype=dtype)
         try:
             # Scales stay what they are, as in training, and are not rounded to powers of two.
-            deep_gemm.fp8_gemm_nt((values, of_tokens), (weight, of_weights), output, is_deep_gemm_e8m0_used=False)
+            fp8_gemm_nt((values, of_tokens), (weight, of_weights), output, is_deep_gemm_e8m0_used=False)
             return output
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]

@@ -325,6 +325,8 @@ NAMES = (
     PrivateName(_LAYERS + "quantization.base_config", "QuantizationConfig", "a method of ours"),
     PrivateName("vllm._custom_ops", "scaled_fp8_quant(input)", "rows in 8 bits"),
     PrivateName("vllm._custom_ops", "cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype, bias)", "their product"),
+    PrivateName("vllm.utils.deep_gemm", "is_deep_gemm_supported()", "products of blocks in 8 bits"),
+    PrivateName("vllm.utils.deep_gemm", "fp8_gemm_nt", "products of blocks in 8 bits"),
     PrivateName(_LAYERS + "fused_moe", "RoutedExperts", "experts that are quantized"),
     PrivateName(_LAYERS + "fused_moe.routed_experts", "RoutedExperts.moe_config", "experts that are quantized"),
     *(
