@@ -84,7 +84,7 @@ def terms_line(candidate: Candidate, world: int) -> str:
 
 
 def table(
-    candidates: Sequence[Candidate], world: int, steps: int, price: float | None, levers: Sequence[str] | None = None
+    candidates: Sequence[Candidate], world: int, steps: int, price: float | None, levers: Sequence[str] = ()
 ) -> Table:
     """Return a row for each: time and speed of a step, what ``steps`` steps take and cost, the fullest phase's memory,
     GB of weights between hosts where there are several, and the layout; before them the name of each one's lever."""
@@ -108,7 +108,7 @@ def table(
         gpus = len(role_ranks(each.recipe, "actor", world))
         cost = [f"{hours * price:,.0f}"] if price is not None else []
         layouts.add_row(
-            *(levers[index : index + 1] if levers else []),
+            *levers[index : index + 1],
             f"{each.time.seconds:,.1f}",
             f"{each.time.speed(world):,.0f}",
             f"{hours:,.0f}",

@@ -111,9 +111,11 @@ def _choices(recipe: RLRecipe, model: Architecture, world: int) -> Iterator[dict
     pipelines, experts = sorted({*_PIPELINES, own.pipeline}), sorted({*_EXPERT, own.expert})
     replicas = sorted({*degrees, min(world, recipe.rollout.layout.tensor)})  # the recipe's own may be of several nodes
     optimizer = recipe.actor.optimizer
-    streams = _STREAMED if optimizer and optimizer.distributed else (0.0,)
-    # Less to stream, of weights whose optimizer can have it.
-    remainders = sorted({optimizer.master_remainders, len(streams) > 1}) if optimizer else [None]
+    sharded = optimizer is not None and optimizer.distributed
+    streams = _STREAMED if sharded else (0.0,)
+    has_masters = recipe.actor.adapters is None and recipe.dtype_of(recipe.actor) == "bfloat16"
+    # With remainders there is less to stream.
+    remainders = sorted({optimizer.master_remainders, sharded and has_masters}) if optimizer else [None]
     short = with_budgets(recipe, dict.fromkeys(open_budgets(recipe), recipe.longest_sequence))
     layers, head = model.layers, head_in_layers(short, model)
     stages = [
@@ -191,16 +193,17 @@ def _tried(
 
     Raises ValidationError or RecipeError where model or GPUs cannot be cut so.
     """
-    overrides = tuple(
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in choice.items()
-        if attrgetter(key)(recipe) != value
-    )
+    overrides = overrides_of({key: value for key, value in choice.items() if attrgetter(key)(recipe) != value})
     tried = RLRecipe.model_validate(with_values(recipe, choice))
     check_world(tried, world)
     check_architectures(tried, architectures)
     tried = planned_budgets(tried, architectures, world)
     return overrides, tried, estimate(tried, architectures, world)
+
+
+def overrides_of(changes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return values by key as a command line has them."""
+    return tuple(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items())
 
 
 def first_reason(error: ValidationError | RecipeError) -> str:

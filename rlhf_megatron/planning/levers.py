@@ -1,15 +1,14 @@
-"""What makes a step faster beside its layout, and what each is expected to bring: arithmetic, no GPU and no weights."""
+"""Switches that make a step faster beside its layout, and the expected time with each: arithmetic, no GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_megatron.gpu_kinds import GPUS
-from rlhf_megatron.planning.layout_search import Candidate, find_layouts, first_reason, with_values
+from rlhf_megatron.planning.layout_search import Candidate, find_layouts, first_reason, overrides_of, with_values
 from rlhf_megatron.recipe import RecipeError, RLRecipe
 
 ALL = "all of these"
@@ -41,9 +40,8 @@ def find_levers(recipe: RLRecipe, world: int) -> list[Lever]:
 
 def _changes(recipe: RLRecipe) -> dict[str, dict[str, Any]]:
     """Return values by key for each switch that is off."""
-    rollout, algorithm = recipe.rollout, recipe.algorithm
-    corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
-    correction = {} if corrected else {"algorithm.rollout_correction.type": "tis"}
+    rollout = recipe.rollout
+    correction = {} if recipe.algorithm.is_corrected else {"algorithm.rollout_correction.type": "tis"}
     hopper = recipe.cluster.gpu is not None and GPUS[recipe.cluster.gpu].hopper
     changes: dict[str, dict[str, Any]] = {}
     if not recipe.actor.shared_prompts:
@@ -61,9 +59,7 @@ def _changes(recipe: RLRecipe) -> dict[str, dict[str, Any]]:
 
 
 def _lever(recipe: RLRecipe, world: int, name: str, changes: dict[str, Any]) -> Lever:
-    overrides = tuple(
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()
-    )
+    overrides = overrides_of(changes)
     try:
         found = find_layouts(RLRecipe.model_validate(with_values(recipe, changes)), world)
     except (ValidationError, RecipeError) as error:

@@ -44,7 +44,7 @@ from rlhf_megatron.topology.role_layout import make_layout
 _BEST_SHARE, _COLUMNS_FOR_HALF = 0.67, 420.0
 _EXPERT_COLUMNS_FOR_HALF = 1700.0  # of one expert, which has few rows as well
 _COMPUTED_PER_BYTE = 989e12 / 4.8e12  # of an H200
-FP8_SPEED = 1.25  # of passes over those in bfloat16: of 7B on an H200
+FP8_SPEED = 1.25  # relative to bfloat16, of forward and backward: 7B on an H200
 _STREAMED_BYTES_PER_SECOND = 15e9  # each way, with several GPUs of a host at it
 
 

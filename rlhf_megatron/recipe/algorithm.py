@@ -273,3 +273,8 @@ class AlgorithmSection(Section):
                 "or leave it out, since with rollout the ratio itself is against the rollout"
             )
         return self
+
+    @property
+    def is_corrected(self) -> bool:
+        """True if answers of other policies than the actor's are corrected for."""
+        return self.rollout_correction.is_used or self.old_logprobs == "rollout"

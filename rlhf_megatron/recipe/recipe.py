@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import ClassVar, Self
 
@@ -132,11 +132,12 @@ class Recipe(Section):
         if self.model.dtype != "bfloat16":
             raise ValueError(f"actor.fp8={self.actor.fp8} needs model.dtype bfloat16; it is {self.model.dtype}")
         hopper = [name for name, gpu in GPUS.items() if gpu.hopper]
-        if self.cluster.gpu not in (None, *hopper):
-            raise ValueError(
-                f"actor.fp8={self.actor.fp8}: cluster.gpu={self.cluster.gpu} is none of {', '.join(hopper)}, which "
-                "multiply blocks with scales; leave out fp8"
-            )
+        self._check_gpu(f"actor.fp8={self.actor.fp8}", hopper, "multiply blocks with scales; leave out fp8")
+
+    def _check_gpu(self, setting: str, able: Collection[str], what: str) -> None:
+        """Refuse a setting for another kind of GPU than those ``able``, which do ``what``."""
+        if self.cluster.gpu not in (None, *able):
+            raise ValueError(f"{setting}: cluster.gpu={self.cluster.gpu} is none of {', '.join(able)}, which {what}")
 
     def _check_remainders(self) -> None:
         for name, section in self.roles.items():

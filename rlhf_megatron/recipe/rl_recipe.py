@@ -235,8 +235,6 @@ class RLRecipe(RolloutRecipe):
 
     def _check_corrected(self) -> None:
         """Refuse answers of other policies than the actor's without a correction."""
-        algorithm = self.algorithm
-        corrected = algorithm.rollout_correction.is_used or algorithm.old_logprobs == "rollout"
         rollout = self.rollout
         others = [
             ("quantization", rollout.quantization, "another policy than the actor's answers"),
@@ -245,7 +243,7 @@ class RLRecipe(RolloutRecipe):
             ("partial", rollout.partial == "resume" and "resume", "policies of earlier updates have begun answers"),
         ]
         for key, value, whose in others:
-            if value and not corrected:
+            if value and not self.algorithm.is_corrected:
                 raise ValueError(
                     f"rollout.{key}={value}: {whose}; correct for it by algorithm.rollout_correction, such as "
                     "{type: tis}, or by algorithm.old_logprobs=rollout"

@@ -23,13 +23,10 @@ class RolloutRecipe(Recipe):
         return [*super()._checks(), self._check_quantization]
 
     def _check_quantization(self) -> None:
-        kind, gpu = self.rollout.quantization, self.cluster.gpu
-        able = [name for name, known in GPUS.items() if (known.hopper if kind == "fp8_blockwise" else known.fp8)]
-        if kind and gpu not in (None, *able):
-            raise ValueError(
-                f"rollout.quantization={kind}: cluster.gpu={gpu} is none of {', '.join(able)}, which multiply so; "
-                "leave it out"
-            )
+        kind = self.rollout.quantization
+        if kind:
+            able = [name for name, gpu in GPUS.items() if (gpu.hopper if kind == "fp8_blockwise" else gpu.fp8)]
+            self._check_gpu(f"rollout.quantization={kind}", able, "multiply so; leave it out")
 
     @property
     def rollout_repeats(self) -> bool:

@@ -22,23 +22,11 @@ from parallel.test_fp8_rollout import (
     cached_in_8_bits,
     differences,
     make_models,
+    quantized_layer,
     rounded,
     rounded_blocks,
 )
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
-
-
-def quantized_layer(weight: torch.Tensor, kind: str, block: tuple[int, int] | None = None) -> tuple[Any, Any]:
-    """Return (layer, method of this class) with a quantized copy of a bfloat16 weight."""
-    from rlhf_megatron.compat.vllm import fp8_linear
-
-    layer: Any = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(weight.cuda(), requires_grad=False)
-    fp8_linear.add_room(layer, block=block)
-    of_kind = getattr(fp8_linear, kind)
-    method = of_kind.__new__(of_kind)  # vLLM's constructor asks for an engine's settings
-    method.process_weights_after_loading(layer)
-    return layer, method
 
 
 @pytest.mark.parametrize("rows", [768, 40], ids=["multiple of 16", "not"])
@@ -46,7 +34,7 @@ def test_a_layer_is_the_product_of_what_is_left_of_both(rows: int) -> None:
     prepare_environment()
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((3, 100, 512), (rows, 512), rows))
-    layer, method = quantized_layer(weight, "Fp8LinearMethod")
+    layer, method = quantized_layer(weight.cuda(), "Fp8LinearMethod")
     for given in (bias, None):
         expected = rounded(x.float().view(-1, 512)) @ rounded(weight.float()).t() + (0 if given is None else given)
         found = method.apply(layer, x.cuda(), None if given is None else given.cuda())
@@ -63,7 +51,7 @@ def test_a_layer_by_blocks_is_the_product_of_what_is_left_of_both(tokens: int) -
     prepare_environment()
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((tokens, 512), (768, 512), 768))
-    layer, method = quantized_layer(weight, "Fp8BlockwiseLinearMethod", block=(128, 128))
+    layer, method = quantized_layer(weight.cuda(), "Fp8BlockwiseLinearMethod", block=(128, 128))
     back = rounded_blocks(weight.float())
     for given in (bias, None):
         expected = rounded(x.float(), parts=4) @ back.t() + (0 if given is None else given)
@@ -85,7 +73,7 @@ def test_a_layer_by_blocks_is_that_of_training() -> None:
         linear.weight.copy_(weight)
         with training.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
             expected = linear(x.cuda()).float()
-    layer, method = quantized_layer(weight, "Fp8BlockwiseLinearMethod", block=(128, 128))
+    layer, method = quantized_layer(weight.cuda(), "Fp8BlockwiseLinearMethod", block=(128, 128))
     difference = (method.apply(layer, x.cuda()).float() - expected).abs()
     in_full = (x.cuda().float() @ weight.cuda().float().t() - expected).abs()
     assert difference.median() < 0.1 * in_full.median(), "they differ by rounding, not by what is left of the numbers"

@@ -244,9 +244,8 @@ def test_vllm_follows_the_trainer(name: str, results: Launches, record_property:
             assert share_beyond(case.within, result["rollout_logprobs"], result["trainer_logprobs"]) <= case.beyond
             assert result["versions"] == [number + 1]
             assert result["differing"] == []  # bit for bit what vLLM's own loader makes of the exported files
-            if (
-                number + 1 < UPDATES
-            ):  # an engine with the weights before the last update would be beyond the bound above
+            # An engine with the weights before the last update would be beyond the bound above.
+            if number + 1 < UPDATES:
                 stale = share_beyond(case.within, result["rollout_logprobs"], result["later_logprobs"])
                 assert stale > (case.beyond or 0.5)
         sampled.append(by_rank[0][number]["rollout_logprobs"])

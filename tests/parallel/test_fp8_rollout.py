@@ -246,20 +246,28 @@ def test_blocks_are_those_of_the_model_in_any_layout(tensor: int, tmp_path: Path
                 check(model, answered, model_of_rounded_blocks, largest=0.3)  # wider: more such numbers
 
 
+def quantized_layer(weight: Tensor, kind: str, block: tuple[int, int] | None = None) -> tuple[Any, Any]:
+    """Return (layer, method of this class) with a quantized copy of a weight."""
+    from rlhf_megatron.compat.vllm import fp8_linear
+
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    fp8_linear.add_room(layer, block=block)
+    of_kind = getattr(fp8_linear, kind)
+    method = of_kind.__new__(of_kind)  # vLLM's constructor asks for an engine's settings
+    method.process_weights_after_loading(layer)
+    return layer, method
+
+
 def compiled_products() -> float:
     """Return how far a product by blocks is from itself once compiled for any number of tokens, as vLLM compiles."""
     from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
     prepare_environment()
     os.environ["TORCHDYNAMO_DISABLE"] = "0"  # it is off on CPUs
-    from rlhf_megatron.compat.vllm import fp8_linear
-
     generator = torch.Generator().manual_seed(1)
-    layer: Any = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(torch.randn(256, 256, generator=generator), requires_grad=False)
-    fp8_linear.add_room(layer, block=(128, 128))
-    method = fp8_linear.Fp8BlockwiseLinearMethod.__new__(fp8_linear.Fp8BlockwiseLinearMethod)
-    method.process_weights_after_loading(layer)
+    weight = torch.randn(256, 256, generator=generator)
+    layer, method = quantized_layer(weight, "Fp8BlockwiseLinearMethod", block=(128, 128))
     compiled = torch.compile(functools.partial(method.apply, layer), fullgraph=True, backend="aot_eager")
     apart = []
     for tokens in (40, 41):

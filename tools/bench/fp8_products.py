@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, quantize_blocks_reference
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
@@ -68,7 +69,6 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
 def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
     """Return microseconds of each way for one linear layer, and how far each is from the product in full."""
     from rlhf_megatron.compat.vllm.fp8_linear import quantized_groups
-    from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, quantize_blocks_reference
 
     generator = torch.Generator("cuda").manual_seed(1)
     weights = [
@@ -81,15 +81,15 @@ def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
         scales = torch.empty(outputs // BLOCK, inputs // BLOCK, device="cuda")
         in_blocks.append((torch.empty_like(weight, dtype=TYPE), scales))
         quantize_blocks(weight, *in_blocks[-1])
-    of_blocks = (values, scale.t().contiguous().t()), in_blocks
+    by_columns = values, scale.t().contiguous().t()
     ways: dict[str, Callable[[int], Any]] = {"bfloat16": lambda copy: tokens @ weights[copy].t()}
-    ways |= ways_of_rows(tokens, weights) | ways_of_blocks(*of_blocks)
+    ways |= ways_of_rows(tokens, weights) | ways_of_blocks(by_columns, in_blocks)
     ways["quantizing the weights in 8 bits"] = lambda copy: quantize_blocks(weights[copy], *in_blocks[copy])
     ways["quantizing the weights in 8 bits, torch"] = lambda copy: quantize_blocks_reference(
         weights[copy], *in_blocks[copy]
     )
-    target = [torch.empty_like(quantized) for quantized, _ in of_blocks[1]]
-    ways["reading in 8 bits"] = lambda copy: target[copy].copy_(of_blocks[1][copy][0])
+    target = [torch.empty_like(quantized) for quantized, _ in in_blocks]
+    ways["reading in 8 bits"] = lambda copy: target[copy].copy_(in_blocks[copy][0])
     taken: dict[str, float | str] = {}
     apart: dict[str, float] = {}
     expected = (tokens @ weights[0].t()).float()
@@ -134,8 +134,6 @@ def ways_of_blocks(tokens: Quantized, weights: list[Quantized]) -> dict[str, Cal
     from vllm import _custom_ops
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
     from vllm.utils.deep_gemm import fp8_gemm_nt
-
-    from rlhf_megatron.compat.vllm.fp8_linear import BLOCK
 
     given, scale = tokens
     by_rows = scale.contiguous()
