@@ -40,5 +40,6 @@ def quantize_blocks_reference(values: Tensor, quantized: Tensor, scales: Tensor)
 def scaled(values: Tensor, *dimensions: int) -> tuple[Tensor, Tensor]:
     """Return one scale for what differs in these ``dimensions`` alone, of which the scales have one each, and
     ``values`` over it, rounded to ``TYPE``."""
-    scale = (values.abs().amax(dimensions, keepdim=True).float() / LARGEST).clamp(min=SMALLEST_SCALE)
+    largest = torch.full((), LARGEST, device=values.device)  # by a number, GPUs would multiply by 1 / number
+    scale = (values.abs().amax(dimensions, keepdim=True).float() / largest).clamp(min=SMALLEST_SCALE)
     return scale, (values.float() / scale).clamp(-LARGEST, LARGEST).to(TYPE)

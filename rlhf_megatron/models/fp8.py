@@ -1,7 +1,7 @@
 """Training in 8 bits by Transformer Engine's block-wise scaling, through Megatron's ``fp8_recipe="blockwise"``.
 
 Activations and gradients have a scale for each 1 x 128 numbers, weights for each 128 x 128 (DeepSeek-V3, arXiv
-2412.19437, section 3.3). Here: what machine and model must have for it. The products are Transformer Engine's.
+2412.19437, section 3.3). Here: what machine and model must have for it. Transformer Engine multiplies, or DeepGEMM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOPPER = 9  # major compute capability
 
 
 def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> None:
-    """Raise UserError where this process cannot train in 8 bits: without Transformer Engine or a GPU that does."""
+    """Have this process train in 8 bits; UserError where it cannot: without Transformer Engine or a GPU that does."""
     import torch  # here, since plans ask below
 
     key = f"{role}.fp8={recipe}"
@@ -38,6 +38,9 @@ def check_fp8(role: str, recipe: Fp8Recipe, implementation: Implementation) -> N
     supported, reason = check_fp8_block_scaling_support()
     if not supported:
         raise UserError(f"{key}: {reason}")
+    from rlhf_megatron.compat.transformer_engine import multiply_by_deep_gemm
+
+    multiply_by_deep_gemm()
 
 
 def unsupported_in_fp8(architecture: Architecture, tensor: int) -> str | None:

@@ -152,6 +152,7 @@ def leave_world() -> None:
         return
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        gc.unfreeze()  # vLLM freezes what there is when an engine has begun; of that gc would list nothing
         for graph in [each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph)]:
             graph.reset()
     dist.destroy_process_group()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import torch.distributed as dist
 
@@ -12,7 +14,8 @@ SECONDS = 90.0
 
 
 def gather_in_a_graph() -> list[float]:
-    """Return what two ranks gather in a graph that is still there when they leave."""
+    """Return what two ranks gather in a graph that is still there when they leave, and that gc does not list, as those
+    of an engine."""
     given = torch.full((4,), float(dist.get_rank() + 1), device="cuda")
     gathered = torch.zeros(8, device="cuda")
     dist.all_gather_into_tensor(gathered, given)
@@ -22,6 +25,7 @@ def gather_in_a_graph() -> list[float]:
         dist.all_gather_into_tensor(gathered, given)
     graph.replay()
     gather_in_a_graph.graph = graph  # type: ignore[attr-defined]
+    gc.freeze()
     found: list[float] = gathered.tolist()
     return found
 

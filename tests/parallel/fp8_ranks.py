@@ -13,7 +13,9 @@ from torch import Tensor
 
 from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
+from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
+prepare_environment()
 megatron.install()
 
 from rlhf_megatron.algorithms.aggregation import token_weights  # noqa: E402
@@ -127,10 +129,11 @@ def _quantized_weights(role: Role) -> int:
     return sum(len(getattr(module, "_fp8_workspaces", ())) for module in role.shard.module.modules())
 
 
-def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
+def multiply_in_fp8(model: str, tokens: int) -> dict[str, Any]:
     """Return (largest difference from the formula, from the product in float32, largest number) of a layer's output,
-    and of both of its gradients."""
+    and of both of its gradients; and the kernels of DeepGEMM that ran."""
     from megatron.core.fp8_utils import get_fp8_context
+    from torch.profiler import ProfilerActivity, profile
 
     role = _role(model, {}, {"tokens_per_gpu": 512, "fp8": "blockwise"}, "bfloat16")
     layer = role.shard.module.decoder.layers[0].mlp.linear_fc2  # type: ignore[union-attr, index]
@@ -142,9 +145,11 @@ def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
     )  # fmt: skip
     x.requires_grad_()
     weight.main_grad.zero_()
-    with get_fp8_context(role.shard.config):
-        out, _ = layer(x[:, None])
-    out.backward(gradient[:, None])
+    with profile(activities=[ProfilerActivity.CUDA]) as kernels:
+        with get_fp8_context(role.shard.config):
+            out, _ = layer(x[:, None])
+        out.backward(gradient[:, None])
+        torch.cuda.synchronize()
     w, given, back = weight.detach().float(), x.detach().float(), gradient.float()
     assert x.grad is not None
     found = {"output": out[:, 0], "of input": x.grad, "of weight": weight.main_grad}
@@ -153,19 +158,20 @@ def multiply_in_fp8(model: str, tokens: int) -> dict[str, list[float]]:
         "of input": (blocks(back, 1) @ blocks(w, 128), back @ w),
         "of weight": (blocks(back.t(), 1) @ blocks(given.t(), 1).t(), back.t() @ given),
     }
-    return {
+    apart = {
         name: [float((value.float() - other).abs().max()) for other in expected[name]] + [float(value.abs().max())]
         for name, value in found.items()
     }
+    return {"apart": apart, "kernels": [each.key for each in kernels.key_averages() if "sm90_fp8_gemm" in each.key]}
 
 
 def blocks(values: Tensor, rows: int, columns: int = 128) -> Tensor:
     """Map [n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2).
 
-    Scales are powers of two, as Transformer Engine's are by default and those of DeepSeek-V3.1's files.
+    Scales are no powers of two: ``prepare_environment`` sees to that.
     """
     n, m = values.shape
     padded = functional.pad(values, (0, -m % columns, 0, -n % rows))
     blocked = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = (blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST).log2().ceil().exp2()
+    scale = blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST
     return ((blocked / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).flatten(2, 3).flatten(0, 1)[:n, :m]

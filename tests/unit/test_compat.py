@@ -14,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names
+from rlhf_megatron.compat import megatron, megatron_cpu, megatron_names, transformer_engine
 from rlhf_megatron.compat import patches as patches_module
 from rlhf_megatron.compat import torch as torch_patches
 from rlhf_megatron.compat.patches import NONE_FOUND, PATCHES, ProcessPatch, replacement, warn_of_unknown_version
@@ -45,6 +45,7 @@ from rlhf_megatron.errors import RolloutError
 OF_PROCESS = (
     megatron,
     megatron_cpu,
+    transformer_engine,
     activation_type,
     compile_cache,
     draft_models,
@@ -214,7 +215,7 @@ def test_vllm_is_known_to_its_own_folders_and_the_registry_only() -> None:
     package = ROOT / "rlhf_megatron"
     for path in package.rglob("*.py"):
         own = path.relative_to(package).as_posix()
-        if not own.startswith(("rollout/vllm/", "compat/vllm/", "rollout/engine_registry.py")):
+        if not own.startswith(("rollout/vllm/", "compat/vllm/", "compat/deep_gemm.py", "rollout/engine_registry.py")):
             known = ("vllm", "rlhf_megatron.compat.vllm", "rlhf_megatron.rollout.vllm")
             odd = {
                 each

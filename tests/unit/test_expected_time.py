@@ -22,10 +22,7 @@ MEASURED = [
     row
     for name in ("step", "step_lora", "step_levers")
     for row in json.loads((ROOT / f"docs/results/{name}.json").read_text())["rows"]
-    if "failed" not in row
-    and "informative" not in row
-    # By blocks a slower kernel multiplied then.
-    and row["recipe"].get("rollout", {}).get("quantization") != "fp8_blockwise"
+    if "failed" not in row and "informative" not in row
 ]
 MEASURED.append(json.loads((ROOT / "docs/results/step_experts.json").read_text())["rows"][-1])
 

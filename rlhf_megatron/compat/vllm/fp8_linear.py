@@ -10,13 +10,13 @@ Import after ``process_environment.prepare_environment``: it imports vLLM.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from rlhf_megatron.compat.deep_gemm import multiply
 from rlhf_megatron.errors import RolloutError
 from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, scaled
 
@@ -77,9 +77,6 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     return (output if bias is None else output + bias).to(x.dtype)
 
 
-_REFUSED: list[str] = []  # why DeepGEMM does not run in this process
-
-
 # One operation for vLLM's compiler, which cannot look into DeepGEMM.
 @torch.library.custom_op("rlhf_megatron::fp8_product_of_blocks", mutates_args=())
 def product_of_blocks(
@@ -94,23 +91,12 @@ def product_of_blocks(
     if not values.is_cuda:
         in_full = weight.float() * of_weights.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return ((values.float() * of_tokens.repeat_interleave(BLOCK, 1)) @ in_full.t()).to(dtype)
+    output = values.new_empty(len(values), len(weight), dtype=dtype)
+    otherwise = "rollout.quantization=fp8_blockwise multiplies by vLLM's own kernel, slower with few tokens"
+    if dtype == torch.bfloat16 and multiply((values, of_tokens), (weight, of_weights), output, otherwise):
+        return output
     from vllm import _custom_ops
-    from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
 
-    if dtype == torch.bfloat16 and not _REFUSED and is_deep_gemm_supported():
-        output = values.new_empty(len(values), len(weight), dtype=dtype)
-        try:
-            # Scales stay what they are, as in training, and are not rounded to powers of two.
-            fp8_gemm_nt((values, of_tokens), (weight, of_weights), output, is_deep_gemm_e8m0_used=False)
-            return output
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            _REFUSED.append(reason)
-            warnings.warn(
-                f"rollout.quantization=fp8_blockwise: DeepGEMM does not run here ({reason}); vLLM's own kernel "
-                "multiplies, slower with few tokens",
-                stacklevel=2,
-            )
     return _custom_ops.cutlass_scaled_mm(values, weight.t(), of_tokens, of_weights.t(), dtype)  # type: ignore[no-any-return]
 
 
