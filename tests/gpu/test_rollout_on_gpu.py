@@ -90,6 +90,7 @@ def test_paused_responses_keep_their_cache_while_others_have_the_gpu(tensor: int
         assert result["tokens"] == found[0]["tokens"]
         assert result["paused"][0] > 0 and result["aborted"] == 0
         assert result["freed"] > 3 << 30 if sleeps else result["freed"] < 1 << 28
+        assert 0 < result["copied"] < 1 << 28 if sleeps else result["copied"] == 0, "what is in use, of 4 GB"
         assert result["versions"] > 3, "of rows that several weights have sampled"
         assert result["equal"] >= 0.8 * GROUPS * RESPONSES, "the rest may differ by rounding"
         assert result["with_vllms_steps"] >= 0.8 * GROUPS * RESPONSES
@@ -118,7 +119,7 @@ def pause_and_go_on(model: str, tensor: int, sleeps: bool, cache: Literal["fp8"]
         with_vllms = [each.token_ids == reference[each.row_id] for each in engine.generate(asked, sampling())]
     weights = {name: parameter.clone() for name, parameter in engine.parameters().items()}
     rows: dict[int, Completion] = {}
-    paused, aborted, freed = list[int](), 0, 0
+    paused, aborted, freed, copied = list[int](), 0, 0, 0
     for version in range(2, 2 + GROUPS):
         waiting = [
             dataclasses.replace(each, begun=rows.get(each.row_id))
@@ -135,7 +136,7 @@ def pause_and_go_on(model: str, tensor: int, sleeps: bool, cache: Literal["fp8"]
         aborted += engine.record.aborted
         free = torch.cuda.mem_get_info()[0]
         engine.sleep()
-        freed = max(freed, torch.cuda.mem_get_info()[0] - free)
+        freed, copied = max(freed, torch.cuda.mem_get_info()[0] - free), max(copied, engine._kept_cache.size)
         engine.wake_weights()
         for name, parameter in engine.parameters().items():
             parameter.copy_(weights[name])
@@ -146,6 +147,7 @@ def pause_and_go_on(model: str, tensor: int, sleeps: bool, cache: Literal["fp8"]
         "paused": paused,
         "aborted": aborted,
         "freed": freed,
+        "copied": copied,
         "versions": sum(len(set(each.weight_versions)) > 1 for each in rows.values()),
         "equal": sum(rows[row].token_ids == tokens for row, tokens in reference.items()),
         "with_vllms_steps": sum(with_vllms),

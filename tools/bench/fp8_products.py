@@ -24,14 +24,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, quantize_blocks_reference
+from rlhf_megatron.compat.deep_gemm import Quantized
+from rlhf_megatron.kernels.block_quantization import (
+    BLOCK,
+    TYPE,
+    quantize_blocks,
+    quantize_blocks_reference,
+    quantize_groups,
+    quantize_groups_reference,
+)
 from rlhf_megatron.models.architecture import Architecture, read_architecture
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 WARM_UPS, REPEATS = 5, 30
 COPIES = 8  # of the weights, by turns, so that none is found in the GPU's cache
-Quantized = tuple[Tensor, Tensor]
-"""Numbers, and scales of their blocks."""
 
 
 def main() -> int:
@@ -68,26 +74,26 @@ def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:
 
 def measure(rows: int, name: str, outputs: int, inputs: int) -> dict[str, Any]:
     """Return microseconds of each way for one linear layer, and how far each is from the product in full."""
-    from rlhf_megatron.compat.vllm.fp8_linear import quantized_groups
-
     generator = torch.Generator("cuda").manual_seed(1)
     weights = [
         torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(COPIES)
     ]
     tokens = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16, generator=generator)
-    values, scale = quantized_groups(tokens)
+    by_columns = quantize_groups(tokens)
     in_blocks: list[Quantized] = []
     for weight in weights:
         scales = torch.empty(outputs // BLOCK, inputs // BLOCK, device="cuda")
         in_blocks.append((torch.empty_like(weight, dtype=TYPE), scales))
         quantize_blocks(weight, *in_blocks[-1])
-    by_columns = values, scale.t().contiguous().t()
     ways: dict[str, Callable[[int], Any]] = {"bfloat16": lambda copy: tokens @ weights[copy].t()}
     ways |= ways_of_rows(tokens, weights) | ways_of_blocks(by_columns, in_blocks)
     ways["quantizing the weights in 8 bits"] = lambda copy: quantize_blocks(weights[copy], *in_blocks[copy])
     ways["quantizing the weights in 8 bits, torch"] = lambda copy: quantize_blocks_reference(
         weights[copy], *in_blocks[copy]
     )
+    in_torch = torch.compile(quantize_groups_reference)
+    ways["quantizing the tokens in 8 bits"] = lambda copy: quantize_groups(tokens)
+    ways["quantizing the tokens in 8 bits, torch, compiled"] = lambda copy: in_torch(tokens, *by_columns)
     target = [torch.empty_like(quantized) for quantized, _ in in_blocks]
     ways["reading in 8 bits"] = lambda copy: target[copy].copy_(in_blocks[copy][0])
     taken: dict[str, float | str] = {}
@@ -135,8 +141,8 @@ def ways_of_blocks(tokens: Quantized, weights: list[Quantized]) -> dict[str, Cal
     from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
-    given, scale = tokens
-    by_rows = scale.contiguous()
+    given, padded = tokens
+    by_rows, scale = padded.contiguous(), padded.t().contiguous().t()
 
     def by_vllm(weight: Tensor, of_weight: Tensor) -> Tensor:
         return _custom_ops.cutlass_scaled_mm(given, weight.t(), scale, of_weight.t(), torch.bfloat16)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from rlhf_megatron.compat.deep_gemm import multiply
 from rlhf_megatron.errors import RolloutError
-from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, scaled
+from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE, quantize_blocks, quantize_groups, scaled
 
 
 def quantized_rows(values: Tensor, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -38,12 +38,6 @@ def quantized_by_torch(values: Tensor, into: Tensor | None = None) -> tuple[Tens
     """Quantize as ``quantized_rows`` does, in plain torch."""
     scale, quantized = scaled(values, 1)
     return quantized if into is None else into.copy_(quantized), scale
-
-
-def quantized_groups(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize [n, m] by groups of 128 of a row -> (e4m3 [n, m], scales [n, m / 128] float32)."""
-    scale, quantized = scaled(values.unflatten(1, (-1, BLOCK)), 2)
-    return quantized.flatten(1), scale[..., 0]
 
 
 def copy_names(name: str) -> tuple[str, str]:
@@ -77,34 +71,32 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Te
     return (output if bias is None else output + bias).to(x.dtype)
 
 
-# One operation for vLLM's compiler, which cannot look into DeepGEMM.
+# One operation for vLLM's compiler, which cannot look into DeepGEMM, and would make two passes of the quantization.
 @torch.library.custom_op("rlhf_megatron::fp8_product_of_blocks", mutates_args=())
-def product_of_blocks(
-    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Multiply [n, columns] by weights of [rows, columns], both quantized by blocks -> [n, rows] in ``dtype``.
+def product_of_blocks(tokens: Tensor, weight: Tensor, of_weights: Tensor) -> Tensor:
+    """Multiply [n, columns] by weights of [rows, columns] in 8 bits -> [n, rows], in the type of ``tokens``.
 
-    ``of_tokens`` [n, columns / 128] lie by columns, ``of_weights`` [rows / 128, columns / 128] by rows. By DeepGEMM,
+    Tokens are quantized by 128 numbers; ``of_weights`` has scales by blocks, [rows / 128, columns / 128]. By DeepGEMM,
     the fastest with any number of tokens (tools/bench/fp8_products.py); by vLLM's own kernel where that is missing, or
     cannot compile its kernels; in plain torch on a CPU.
     """
-    if not values.is_cuda:
+    values, of_tokens = quantize_groups(tokens)
+    if not tokens.is_cuda:
         in_full = weight.float() * of_weights.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        return ((values.float() * of_tokens.repeat_interleave(BLOCK, 1)) @ in_full.t()).to(dtype)
-    output = values.new_empty(len(values), len(weight), dtype=dtype)
+        return ((values.float() * of_tokens.repeat_interleave(BLOCK, 1)) @ in_full.t()).to(tokens.dtype)
+    output = tokens.new_empty(len(tokens), len(weight))
     otherwise = "rollout.quantization=fp8_blockwise multiplies by vLLM's own kernel, slower with few tokens"
-    if dtype == torch.bfloat16 and multiply((values, of_tokens), (weight, of_weights), output, otherwise):
+    if tokens.dtype == torch.bfloat16 and multiply((values, of_tokens), (weight, of_weights), output, otherwise):
         return output
     from vllm import _custom_ops
 
-    return _custom_ops.cutlass_scaled_mm(values, weight.t(), of_tokens, of_weights.t(), dtype)  # type: ignore[no-any-return]
+    unpadded = of_tokens.t().contiguous().t()
+    return _custom_ops.cutlass_scaled_mm(values, weight.t(), unpadded, of_weights.t(), tokens.dtype)  # type: ignore[no-any-return]
 
 
 @product_of_blocks.register_fake
-def _shape_of_product(
-    values: Tensor, of_tokens: Tensor, weight: Tensor, of_weights: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return values.new_empty(values.shape[0], weight.shape[0], dtype=dtype)  # len() would fix the number of tokens
+def _shape_of_product(tokens: Tensor, weight: Tensor, of_weights: Tensor) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], weight.shape[0])  # len() would fix the number of tokens
 
 
 class Fp8LinearMethod(UnquantizedLinearMethod):  # type: ignore[misc]
@@ -160,8 +152,5 @@ class Fp8BlockwiseLinearMethod(Fp8LinearMethod):
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """See Fp8LinearMethod."""
-        # In plain torch, of which vLLM's compiler makes one kernel with what comes before.
-        values, scale = quantized_groups(x)
-        by_columns = scale.t().contiguous().t()
-        output = product_of_blocks(values, by_columns, layer.quantized_weight, layer.weight_scale, x.dtype)
+        output = product_of_blocks(x, layer.quantized_weight, layer.weight_scale)
         return output if bias is None else output + bias

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rlhf_megatron.compat.patches import NONE_FOUND, replacement
 from rlhf_megatron.compat.vllm.logprobs import SampledLogprobs
 from rlhf_megatron.compat.vllm.names import KNOWN, PACKAGES
+from rlhf_megatron.compat.vllm.paused_cache import HostCopy, cache_rows, tensors_of, used_blocks
 
 _LOADED_BUFFERS = (".layer_scalar",)  # Gemma 4's; other buffers follow from the config
 
@@ -241,20 +242,26 @@ def drain(engine: Any) -> Iterator[Any]:
 @replacement(
     *PACKAGES,
     **KNOWN,
-    why="vLLM's sleep with level 2 drops the KV cache, with the requests that are paused in it",
+    why="vLLM's sleep drops the KV cache, with the requests that are paused in it, or copies all of it to the host",
     upstream="https://github.com/vllm-project/vllm/pull/11743",
 )
-def sleep_with_cache(engine: Any) -> None:
-    """Put vLLM to sleep as ``LLM.sleep(level=2)`` does, but for the KV cache, which goes to pinned host memory.
+def sleep_with_cache(engine: Any, host: HostCopy) -> None:
+    """Put vLLM to sleep as ``LLM.sleep(level=2)`` does; what is in use of the KV cache is on the host then.
 
     vLLM's own offloads weights and drops the cache. Requests stay, and so do their block tables, which one of its model
-    runners has in the same memory.
+    runners has in the same memory. ``host.restore`` brings back what was copied, into the cache when that is awake.
     """
     from vllm.device_allocator import get_mem_allocator_instance
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
     def suspend(backend: Any, level: int = 1) -> None:
-        get_mem_allocator_instance().sleep(offload_tags=("kv_cache",))
+        allocator = get_mem_allocator_instance()
+        known = allocator.pointer_to_data.items()
+        allocations = [(address, data.handle[1]) for address, data in known if data.tag == "kv_cache"]
+        pool, caches = scheduler(engine).kv_cache_manager.block_pool, tensors_of(model_runner(engine).kv_caches)
+        device = torch.device("cuda", torch.cuda.current_device())
+        host.save(cache_rows(allocations, caches, len(pool.blocks), used_blocks(pool), device))
+        allocator.sleep(offload_tags=())
 
     original = CuMemBackend.suspend
     CuMemBackend.suspend = suspend

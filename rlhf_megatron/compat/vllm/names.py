@@ -80,24 +80,20 @@ NAMES = (
     ),
     PrivateName("vllm.v1.request", "Request.request_id", "requests that are in the cache"),
     PrivateName("vllm.v1.request", "Request.num_output_tokens", "tokens of a request in the cache"),
-    PrivateName(
-        "vllm.v1.core.kv_cache_manager",
-        "KVCacheManager.block_pool",
-        "free blocks",
-        absent="vLLM alone limits admission",
+    *(
+        PrivateName(f"vllm.v1.core.{module}", name, "free blocks", absent="vLLM alone limits admission")
+        for module, name in (
+            ("kv_cache_manager", "KVCacheManager.block_pool"),
+            ("kv_cache_manager", "KVCacheManager.kv_cache_config"),
+            ("block_pool", "BlockPool.get_num_free_blocks"),
+        )
     ),
-    PrivateName(
-        "vllm.v1.core.kv_cache_manager",
-        "KVCacheManager.kv_cache_config",
-        "kinds of cache, which share the blocks",
-        absent="vLLM alone limits admission",
-    ),
-    PrivateName(
-        "vllm.v1.core.block_pool",
-        "BlockPool.get_num_free_blocks",
-        "free blocks",
-        absent="vLLM alone limits admission",
-    ),
+    # The cache of paused requests on the host (compat.vllm.paused_cache).
+    PrivateName("vllm.v1.core.block_pool", "BlockPool.blocks", "the cache on the host"),
+    PrivateName("vllm.v1.core.block_pool", "BlockPool.evict_blocks(block_ids)", "the cache on the host"),
+    PrivateName("vllm.v1.core.kv_cache_utils", "KVCacheBlock.ref_cnt", "the cache on the host"),
+    PrivateName("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.kv_caches", "the cache on the host; runner V1"),
+    PrivateName("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.kv_caches", "the cache on the host; runner V2"),
     # Allocation of cache blocks (compat.vllm.block_allocation).
     *(
         PrivateName(f"vllm.v1.core.{module}", name, "blocks only where one is needed")

@@ -28,6 +28,7 @@ from rlhf_megatron.compat.vllm import (
     steady_steps,
 )
 from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
+from rlhf_megatron.compat.vllm.paused_cache import HostCopy
 from rlhf_megatron.compat.vllm.verification import Verification
 from rlhf_megatron.compat.vllm.workspace import Workspace
 from rlhf_megatron.errors import RolloutError
@@ -77,6 +78,7 @@ class VllmEngine:
         self._can_sleep = self._on_gpu and section.sleep
         self._asleep: set[str] = set()
         self._given_back = 0  # bytes
+        self._kept_cache = HostCopy()
         self._version: int | None = None
         self._max_length = max_prompt_length + section.max_response_length
         self._vocabulary = checked_vocabulary(Path(model_path), language)
@@ -176,8 +178,8 @@ class VllmEngine:
         """See RolloutEngine. Level 2: weights are dropped rather than copied to the host, unless they are to be kept.
 
         The cache of paused requests is copied to the host: there and back that takes a tenth of computing it anew, or
-        less. Shared ones stay. Whoever they belong to may write to them now, so there is no generating until
-        ``weights_updated``, also where nothing can sleep.
+        less; what they do not use of it is dropped. Shared ones stay. Whoever they belong to may write to them now, so
+        there is no generating until ``weights_updated``, also where nothing can sleep.
         """
         self._version = None
         if self._can_sleep and not self._asleep:
@@ -185,7 +187,7 @@ class VllmEngine:
             self._draft_buffers = KeptBuffers(internals.draft_model(self._engine))
             with self._in_use():
                 if self._paused:
-                    internals.sleep_with_cache(self._engine)
+                    internals.sleep_with_cache(self._engine, self._kept_cache)
                 else:
                     self._llm.sleep(level=1 if keeps_weights else 2)
             self._given_back = torch.cuda.mem_get_info()[0] - free
@@ -208,6 +210,8 @@ class VllmEngine:
                 self._llm.wake_up(tags=[tag])
             if tag == "weights":
                 self._draft_buffers.restore()
+            else:
+                self._kept_cache.restore()
             self._asleep.remove(tag)
 
     # ---- generating
