@@ -39,8 +39,10 @@ class HostCopy:
         """Copy rows to the host; they may be overwritten then."""
         self._rows = list(rows)
         if len(self._buffer) < self.size:
-            pinned = any(each.memory.is_cuda for each in self._rows)
-            self._buffer = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # else there would be two
+            # torch takes a power of two of pinned memory, which takes seconds.
+            room, pinned = 1 << (self.size - 1).bit_length(), any(each.memory.is_cuda for each in self._rows)
+            self._buffer = torch.empty(room, dtype=torch.uint8, pin_memory=pinned)
         for memory, kept, host in self._chunks():
             host.copy_(memory if kept is None else memory.index_select(0, kept), non_blocking=True)
         self._wait()
