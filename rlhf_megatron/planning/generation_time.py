@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from rlhf_megatron.gpu_kinds import GPUS
@@ -34,20 +34,19 @@ def tail_seconds(recipe: RLRecipe, architectures: Mapping[str, Architecture], wo
     return max(0.0, drawn - alike)
 
 
-def _read_weights(model: Architecture, sequences: float) -> float:
-    """Return the weights that a token of so many ``sequences`` reads, whose experts are drawn independently."""
-    if model.experts is None:
-        return used_weights(model)
-    count, chosen = model.experts.count, model.experts.chosen
-    reached = count * (1 - (1 - chosen / count) ** sequences)
-    return used_weights(model) + routed_weights(model, reached - chosen)
+def _weights_of_token(recipe: RLRecipe, model: Architecture) -> Callable[[float], float]:
+    """Return what gives the bytes of weights that a token of so many sequences reads, whose experts are drawn
+    independently: in 8 bits all but the output layer's."""
+    used, of_expert, experts = used_weights(model), routed_weights(model, 1.0), model.experts
 
+    def read(sequences: float) -> float:
+        weights = used
+        if experts:
+            reached = experts.count * (1 - (1 - experts.chosen / experts.count) ** sequences)
+            weights += of_expert * (reached - experts.chosen)
+        return weights + (model.hidden * model.vocabulary if recipe.rollout.quantization else weights)
 
-def _bytes_of_weights(recipe: RLRecipe, model: Architecture, sequences: float) -> float:
-    """Return the bytes of weights that a token of so many ``sequences`` reads: in 8 bits all but the output layer's."""
-    weights = _read_weights(model, sequences)
-    whole = model.hidden * model.vocabulary if recipe.rollout.quantization else weights
-    return weights + whole
+    return read
 
 
 def _in_flight(recipe: RLRecipe, responses: Sequence[float]) -> float:
@@ -81,7 +80,7 @@ def generation_seconds(
     in_cache = prompt + fmean(length * length for length in own) / (2 * mean)  # of a sequence, at a moment in between
     element = kv_element_bytes(recipe)
     of_token, on_each_rank = (kv_cache_bytes_per_token(model, ranks, element) for ranks in (1, tensor))
-    multiplied = used_weights(model)
+    multiplied, read = used_weights(model), _weights_of_token(recipe, model)
 
     def kept(tokens: float) -> float:  # of a sequence, in all layers; less than those that it has with a window
         return kv_cache_bytes(model, 1, element, tokens) / of_token
@@ -89,7 +88,7 @@ def generation_seconds(
     most = max(1, int(min(recipe.rollout.max_num_seqs, rollout.cache_tokens / kept(in_cache))))
 
     def seconds_of_token(sequences: float, tokens: float) -> float:
-        reading = _bytes_of_weights(recipe, model, sequences) / tensor / (gpu.bandwidth * _OF_WEIGHTS)
+        reading = read(sequences) / tensor / (gpu.bandwidth * _OF_WEIGHTS)
         computing = 2.0 * multiplied * sequences / tensor / (gpu.flops * _OF_PEAK_IN_ROLLOUT)
         of_cache = on_each_rank * sequences * kept(tokens)
         partial = 2.0 * sequences * model.hidden  # bytes of each rank's part of a sum

@@ -13,7 +13,7 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_megatron.models.architecture import Architecture
 from rlhf_megatron.models.rectangles import elements, intersect
@@ -28,7 +28,6 @@ from rlhf_megatron.models.weight_map import (
 from rlhf_megatron.planning.parameters import (
     RankParameters,
     block_shapes,
-    block_sizes,
     dense_and_experts,
     embedding_blocks,
     layer_kinds,
@@ -49,6 +48,18 @@ class Replica:
 
     tensor: int
     blocks: Callable[[int, int | None], Sequence[Block]]
+
+
+class _Part(NamedTuple):
+    """Blocks of a rank, and the shapes of the parameters that they fill."""
+
+    blocks: Sequence[Block]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The elements of each parameter."""
+        return {name: math.prod(shape) for name, shape in self.shapes.items()}
 
 
 def replica_of(
@@ -92,9 +103,9 @@ def rollout_parameters(
         return rank_parameters(architecture, Layout(tensor, expert=expert, expert_tensor=expert_tensor), 0)
     dense = experts = 0
     for layer, count in Counter(layer_kinds(architecture)).items():
-        sizes = dense_and_experts(block_sizes(architecture, replica.blocks(0, layer), tensor))
+        sizes = dense_and_experts(_part_of_rollout(architecture, replica, 0, layer).sizes)
         dense, experts = dense + count * sizes[0], experts + count * sizes[1]
-    embeddings = block_sizes(architecture, replica.blocks(0, None), tensor)
+    embeddings = _part_of_rollout(architecture, replica, 0, None).sizes
     return RankParameters(dense, experts, sum(embeddings.values()))
 
 
@@ -109,7 +120,7 @@ def quantized_bytes(
     return sum(
         count * math.prod(shape[:-1]) * (shape[-1] + _SCALE_BYTES)
         for layer, count in Counter(layer_kinds(architecture)).items()
-        for shape in block_shapes(architecture, replica.blocks(0, layer), tensor).values()
+        for shape in _part_of_rollout(architecture, replica, 0, layer).shapes.values()
         if len(shape) > 1
     )
 
@@ -129,47 +140,56 @@ def shareable_parameters(
     # As many ranks have all blocks that there are of a layer; the next ones have the same again.
     distinct = min(per_stage, math.lcm(layout.tensor, layout.expert * layout.expert_parts))
     places = {(within % distinct, (stage * per_stage + within) % replica.tensor) for within in range(per_stage)}
-    part = functools.partial(_shared, architecture, layout.tensor, replica.tensor, in_buckets)
+    parts = layout.tensor, layout.expert, layout.expert_parts
 
     def on(position: int, rank: int) -> int:
-        outside = embedding_blocks(architecture, layout.tensor, position % layout.tensor, *edges)
-        return part(outside, replica.blocks(rank, None)) + sum(
-            count * part(_layer_blocks(architecture, layout, position, layer), replica.blocks(rank, layer))
+        outside = _part_outside(architecture, layout.tensor, position % layout.tensor, *edges)
+        return _shared(in_buckets, outside, _part_of_rollout(architecture, replica, rank, None)) + sum(
+            count
+            * _shared(
+                in_buckets,
+                _part_of_layer(architecture, *parts, position, layer),
+                _part_of_rollout(architecture, replica, rank, layer),
+            )
             for layer, count in kinds.items()
         )
 
     return min(itertools.starmap(on, places))
 
 
-def _layer_blocks(architecture: Architecture, layout: Layout, within: int, layer: int) -> Sequence[Block]:
-    """Return the trainer's blocks of one decoder layer on the rank ``within`` a stage."""
-    return _blocks_alone(architecture, layout.tensor, layout.expert, layout.expert_parts, within, layer)
+@functools.cache
+def _part_of_layer(
+    architecture: Architecture, tensor: int, expert: int, expert_tensor: int, within: int, layer: int
+) -> _Part:
+    """Return what the trainer has of one decoder layer on the rank ``within`` a stage."""
+    alone = stage_per_layer(architecture, tensor, expert, expert_tensor)
+    position = layer * (alone.size // alone.pipeline) + within
+    blocks = of_layers(megatron_blocks(architecture, alone, position, "local"))
+    return _Part(blocks, block_shapes(architecture, blocks, tensor))
 
 
 @functools.cache
-def _blocks_alone(
-    architecture: Architecture, tensor: int, expert: int, expert_tensor: int, within: int, layer: int
-) -> Sequence[Block]:
-    alone = stage_per_layer(architecture, tensor, expert, expert_tensor)
-    position = layer * (alone.size // alone.pipeline) + within
-    return of_layers(megatron_blocks(architecture, alone, position, "local"))
+def _part_outside(architecture: Architecture, tensor: int, rank: int, first: bool, last: bool) -> _Part:
+    """Return what the trainer has outside of decoder layers on one of ``tensor`` ranks; see ``embedding_blocks``."""
+    blocks = embedding_blocks(architecture, tensor, rank, first, last)
+    return _Part(blocks, block_shapes(architecture, blocks, tensor))
 
 
-def _shared(
-    architecture: Architecture,
-    tensor: int,
-    replica_tensor: int,
-    in_buckets: bool,
-    held: Sequence[Block],
-    wanted: Sequence[Block],
-) -> int:
+@functools.lru_cache(maxsize=4096)
+def _part_of_rollout(architecture: Architecture, replica: Replica, rank: int, layer: int | None) -> _Part:
+    """Return what a rank of a replica has of one decoder layer, or outside of them."""
+    blocks = replica.blocks(rank, layer)
+    return _Part(blocks, block_shapes(architecture, blocks, replica.tensor))
+
+
+def _shared(in_buckets: bool, held: _Part, wanted: _Part) -> int:
     """Return elements of the parameters of ``wanted`` that are the same memory as one of ``held``, or as stacks of its
     experts which lie behind each other."""
-    own, others = block_shapes(architecture, held, tensor), block_shapes(architecture, wanted, replica_tensor)
+    own, others = held.shapes, wanted.shapes
     by_tensor, by_parameter = defaultdict(list), defaultdict(list)
-    for block in held:
+    for block in held.blocks:
         by_tensor[block.tensor].append(block)
-    for block in wanted:
+    for block in wanted.blocks:
         by_parameter[block.parameter].append(block)
     total = 0
     for parameter, blocks in by_parameter.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from rlhf_megatron.compat import deep_gemm
 from rlhf_megatron.compat.patches import PATCHES, ProcessPatch
 from rlhf_megatron.compat.private_names import PrivateName, missing_of_installed
 from rlhf_megatron.compat.vllm import activation_type, cpu, language_models, model_inspection, model_runner
@@ -102,8 +103,8 @@ def names_taken_of_vllm(path: Path) -> Iterator[tuple[str, str]]:
             yield aliases[node.value.id], node.attr
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_all_that_is_taken_of_vllm_is_in_the_table(path: Path) -> None:
+@pytest.mark.parametrize("path", [*sorted(FOLDER.glob("*.py")), deep_gemm.__file__], ids=lambda path: Path(path).stem)
+def test_all_that_is_taken_of_vllm_is_in_the_table(path: str | Path) -> None:
     known = {(name.module, name.name.partition("(")[0].partition(".")[0]) for name in NAMES}
     public = {("vllm.envs", "VLLM_CACHE_ROOT")}
-    assert set(names_taken_of_vllm(path)) <= known | public
+    assert set(names_taken_of_vllm(Path(path))) <= known | public
