@@ -22,17 +22,19 @@ def multiply(tokens: Quantized, weights: Quantized, output: Tensor, otherwise: s
 
     False where DeepGEMM does not run here; ``otherwise`` ends the warning about it: what multiplies instead.
     """
-    from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
-
-    if _REFUSED or not is_deep_gemm_supported():
+    if _REFUSED:
         return False
     try:
+        from vllm.utils.deep_gemm import fp8_gemm_nt, is_deep_gemm_supported
+
+        if not is_deep_gemm_supported():
+            return False
         # Scales stay what they are, as in training, and are not rounded to powers of two.
         fp8_gemm_nt(tokens, weights, output, is_deep_gemm_e8m0_used=False)
         return True
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         _REFUSED.append(reason)
         warnings.warn(f"DeepGEMM does not run here ({reason}); {otherwise}", stacklevel=2)
