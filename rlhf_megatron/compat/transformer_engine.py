@@ -1,4 +1,4 @@
-"""What is changed of Transformer Engine and used of its private names, and the versions that were run."""
+"""Changes of Transformer Engine, private names of it that are used, and the versions that were run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from rlhf_megatron.compat.patches import NONE_FOUND, patch
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
+from rlhf_megatron.kernels.block_quantization import BLOCK, TYPE
 
 PACKAGES = ("transformer-engine",)
 KNOWN = {"first": "2.20.2", "last": "2.20.2"}
 """The versions that were run."""
 _MODULES = "transformer_engine.pytorch.module"
+_STORAGE = "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage"
 _LAYERS = ("linear", "layernorm_linear")
 _LARGE = 2**25  # weights; with fewer DeepGEMM is not faster (tools/bench/fp8_training_products.py)
-_BLOCK = 128  # numbers that have one scale
 _OTHERWISE = "training in 8 bits multiplies by Transformer Engine's own kernels"
 
 NAMES = (
@@ -32,7 +33,7 @@ NAMES = (
     *(PrivateName(f"{_MODULES}.{layer}", "general_gemm", "products") for layer in _LAYERS),
     *(
         PrivateName(
-            "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage",
+            _STORAGE,
             f"Float8BlockwiseQTensorStorage.{name}",
             "numbers in 8 bits and their scales",
         )
@@ -67,19 +68,18 @@ def forget_quantized_weights(model: torch.nn.Module) -> None:
 )
 def multiply_by_deep_gemm() -> None:
     """Have linear layers with 2^25 weights or more multiply in 8 bits by blocks with DeepGEMM, where that runs."""
-    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
-
     for name in _LAYERS:
         layer: Any = importlib.import_module(f"{_MODULES}.{name}")
-        layer.general_gemm = with_deep_gemm(layer.general_gemm, Float8BlockwiseQTensorStorage, _LARGE)
+        layer.general_gemm = with_deep_gemm(layer.general_gemm, _LARGE)
 
 
-def with_deep_gemm(usual: Callable[..., Any], in_blocks: type, large: int) -> Callable[..., Any]:
+def with_deep_gemm(usual: Callable[..., Any], large: int) -> Callable[..., Any]:
     """Return Transformer Engine's product, with DeepGEMM for ``large`` weights or more where it can be.
 
-    ``in_blocks`` is the type of quantized numbers. ``layout`` is "TN" for the output of a layer, "NN" for the gradient
-    of its input; that of its weights stays with Transformer Engine.
+    ``layout`` is "TN" for the output of a layer, "NN" for the gradient of its input; that of its weights stays with
+    Transformer Engine.
     """
+    in_blocks = importlib.import_module(_STORAGE).Float8BlockwiseQTensorStorage
 
     @functools.wraps(usual)
     def product(a: Any, b: Any, *unnamed: Any, **named: Any) -> Any:
@@ -113,10 +113,10 @@ def _product(
 
     side = "rowwise" if layout == "TN" else "columnwise"
     matrix, tokens = _numbers(weight, side), _numbers(values, "rowwise")
-    large_blocks = matrix.numel() >= large and all(width % _BLOCK == 0 for width in matrix.shape)
+    large_blocks = matrix.numel() >= large and all(width % BLOCK == 0 for width in matrix.shape)
     if not large_blocks or not weight._is_2D_scaled or values._is_2D_scaled:
         return None
-    scales = getattr(weight, f"_{side}_scale_inv")[:, : matrix.shape[1] // _BLOCK].contiguous()  # they are padded to 4
+    scales = getattr(weight, f"_{side}_scale_inv")[:, : matrix.shape[1] // BLOCK].contiguous()  # they are padded to 4
     of_tokens = values._rowwise_scale_inv.t()[: len(tokens)]  # as [blocks, tokens], which are padded to 4
     output = tokens.new_empty(len(tokens), len(matrix), dtype=torch.bfloat16) if out is None else out
     shaped = output.view(len(tokens), len(matrix))
@@ -126,4 +126,4 @@ def _product(
 def _numbers(values: Any, side: str) -> Tensor:
     """Return [n, m] in 8 bits; of the "columnwise" side the transpose, [m, n], with blocks of its rows."""
     stored: Tensor = getattr(values, f"_{side}_data")
-    return stored.view(-1, stored.shape[-1]).view(torch.float8_e4m3fn)
+    return stored.view(-1, stored.shape[-1]).view(TYPE)

@@ -169,7 +169,12 @@ def of_layers(blocks: Iterable[Block]) -> list[Block]:
 def block_sizes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> dict[str, int]:
     """Return the elements of each parameter that ``blocks`` of one of ``tensor`` ranks fill, and that pad a
     vocabulary."""
-    return {name: math.prod(shape) for name, shape in block_shapes(architecture, blocks, tensor).items()}
+    return sizes_of(block_shapes(architecture, blocks, tensor))
+
+
+def sizes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the elements of each parameter."""
+    return {name: math.prod(shape) for name, shape in shapes.items()}
 
 
 def block_shapes(architecture: Architecture, blocks: Iterable[Block], tensor: int) -> dict[str, tuple[int, ...]]:

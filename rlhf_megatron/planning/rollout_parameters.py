@@ -33,6 +33,7 @@ from rlhf_megatron.planning.parameters import (
     layer_kinds,
     of_layers,
     rank_parameters,
+    sizes_of,
     stage_kinds,
     stage_per_layer,
 )
@@ -56,11 +57,6 @@ class _Part(NamedTuple):
     blocks: Sequence[Block]
     shapes: Mapping[str, tuple[int, ...]]
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The elements of each parameter."""
-        return {name: math.prod(shape) for name, shape in self.shapes.items()}
-
 
 def replica_of(
     architecture: Architecture, tensor: int, expert_parallel: bool = False, learned: LearnedBlocks | None = None
@@ -82,7 +78,6 @@ def _table_replica(architecture: Architecture, tensor: int, expert_parallel: boo
     return Replica(tensor, functools.partial(_table_blocks, architecture, tensor, expert_parallel))
 
 
-@functools.cache
 def _table_blocks(
     architecture: Architecture, tensor: int, expert_parallel: bool, rank: int, layer: int | None
 ) -> Sequence[Block]:
@@ -103,9 +98,9 @@ def rollout_parameters(
         return rank_parameters(architecture, Layout(tensor, expert=expert, expert_tensor=expert_tensor), 0)
     dense = experts = 0
     for layer, count in Counter(layer_kinds(architecture)).items():
-        sizes = dense_and_experts(_part_of_rollout(architecture, replica, 0, layer).sizes)
+        sizes = dense_and_experts(sizes_of(_part_of_rollout(architecture, replica, 0, layer).shapes))
         dense, experts = dense + count * sizes[0], experts + count * sizes[1]
-    embeddings = _part_of_rollout(architecture, replica, 0, None).sizes
+    embeddings = sizes_of(_part_of_rollout(architecture, replica, 0, None).shapes)
     return RankParameters(dense, experts, sum(embeddings.values()))
 
 
@@ -164,22 +159,23 @@ def _part_of_layer(
     """Return what the trainer has of one decoder layer on the rank ``within`` a stage."""
     alone = stage_per_layer(architecture, tensor, expert, expert_tensor)
     position = layer * (alone.size // alone.pipeline) + within
-    blocks = of_layers(megatron_blocks(architecture, alone, position, "local"))
-    return _Part(blocks, block_shapes(architecture, blocks, tensor))
+    return _part(architecture, of_layers(megatron_blocks(architecture, alone, position, "local")), tensor)
 
 
 @functools.cache
 def _part_outside(architecture: Architecture, tensor: int, rank: int, first: bool, last: bool) -> _Part:
     """Return what the trainer has outside of decoder layers on one of ``tensor`` ranks; see ``embedding_blocks``."""
-    blocks = embedding_blocks(architecture, tensor, rank, first, last)
-    return _Part(blocks, block_shapes(architecture, blocks, tensor))
+    return _part(architecture, embedding_blocks(architecture, tensor, rank, first, last), tensor)
 
 
 @functools.lru_cache(maxsize=4096)
 def _part_of_rollout(architecture: Architecture, replica: Replica, rank: int, layer: int | None) -> _Part:
     """Return what a rank of a replica has of one decoder layer, or outside of them."""
-    blocks = replica.blocks(rank, layer)
-    return _Part(blocks, block_shapes(architecture, blocks, replica.tensor))
+    return _part(architecture, replica.blocks(rank, layer), replica.tensor)
+
+
+def _part(architecture: Architecture, blocks: Sequence[Block], tensor: int) -> _Part:
+    return _Part(blocks, block_shapes(architecture, blocks, tensor))
 
 
 def _shared(in_buckets: bool, held: _Part, wanted: _Part) -> int:

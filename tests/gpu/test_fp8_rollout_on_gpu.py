@@ -23,10 +23,9 @@ from parallel.test_fp8_rollout import (
     differences,
     make_models,
     quantized_layer,
-    rounded,
-    rounded_blocks,
 )
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rounded_numbers import rounded, rounded_blocks
 
 
 @pytest.mark.parametrize("rows", [768, 40], ids=["multiple of 16", "not"])

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from torch import Tensor
 
 from parallel.whole_batches import logprobs, update
 from rlhf_megatron.compat import megatron
 from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
+from rounded_numbers import rounded_blocks
 
 prepare_environment()
 megatron.install()
@@ -30,7 +30,6 @@ from rlhf_megatron.roles.role import Role  # noqa: E402
 from rlhf_megatron.topology.layout import Layout  # noqa: E402
 
 STEPS = 3
-LARGEST = 448.0  # of e4m3
 
 
 def learn_in_longer_micro_batches(
@@ -154,24 +153,12 @@ def multiply_in_fp8(model: str, tokens: int) -> dict[str, Any]:
     assert x.grad is not None
     found = {"output": out[:, 0], "of input": x.grad, "of weight": weight.main_grad}
     expected = {
-        "output": (blocks(given, 1) @ blocks(w, 128).t(), given @ w.t()),
-        "of input": (blocks(back, 1) @ blocks(w, 128), back @ w),
-        "of weight": (blocks(back.t(), 1) @ blocks(given.t(), 1).t(), back.t() @ given),
+        "output": (rounded_blocks(given, 1) @ rounded_blocks(w).t(), given @ w.t()),
+        "of input": (rounded_blocks(back, 1) @ rounded_blocks(w), back @ w),
+        "of weight": (rounded_blocks(back.t(), 1) @ rounded_blocks(given.t(), 1).t(), back.t() @ given),
     }
     apart = {
         name: [float((value.float() - other).abs().max()) for other in expected[name]] + [float(value.abs().max())]
         for name, value in found.items()
     }
     return {"apart": apart, "kernels": [each.key for each in kernels.key_averages() if "sm90_fp8_gemm" in each.key]}
-
-
-def blocks(values: Tensor, rows: int, columns: int = 128) -> Tensor:
-    """Map [n, m] -> the same as e4m3 leaves it, scaled by the largest of each block (arXiv 2412.19437, section 3.3.2).
-
-    Scales are no powers of two: ``prepare_environment`` sees to that.
-    """
-    n, m = values.shape
-    padded = functional.pad(values, (0, -m % columns, 0, -n % rows))
-    blocked = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST
-    return ((blocked / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale).flatten(2, 3).flatten(0, 1)[:n, :m]

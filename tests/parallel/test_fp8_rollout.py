@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hugging_face import load_model, make_model, random_rows, row_logprobs
 from parallel.ranks import run_ranks
 from rlhf_megatron.errors import RolloutError
+from rounded_numbers import rounded, rounded_blocks
 
-LARGEST = 448.0  # of e4m3, arXiv 2209.05433, table 1
 # Without and with biases, also of experts. vLLM's Qwen2 takes the size of a head from the hidden size; GPT-OSS has the
 # limit that vLLM has, and widths that its kernels for CPUs take.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -99,19 +99,6 @@ def answers(
         else:
             found["shared"] = all(engine.parameters()[name].data_ptr() == own[name].data_ptr() for name in own)
     return found
-
-
-def rounded(values: Tensor, parts: int = 1) -> Tensor:
-    """Return what e4m3 with one scale for each row, or each of equal ``parts`` of one, leaves of [n, m]."""
-    values_of_parts = values.unflatten(1, (parts, -1))
-    scale = values_of_parts.abs().amax(2, keepdim=True) / LARGEST
-    return ((values_of_parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)
-
-
-def rounded_blocks(values: Tensor) -> Tensor:
-    """Return what e4m3 with one scale for each block of 128 x 128 leaves of [n, m]."""
-    blocks = values.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).movedim(2, 1)
-    return rounded(blocks.reshape(-1, 128 * 128)).view_as(blocks).movedim(1, 2).reshape(values.shape)
 
 
 def quantized_model(folder: Path, tensor: int = 1, expert_parallel: bool = False) -> Any:

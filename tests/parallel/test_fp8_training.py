@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hugging_face import make_model, random_rows
-from parallel.fp8_ranks import blocks, learn_in_longer_micro_batches
+from parallel.fp8_ranks import learn_in_longer_micro_batches
 from parallel.ranks import run_ranks
 from parallel.test_shared_prompts import grouped_rows
 from rlhf_megatron.models.fp8 import TOKENS
+from rounded_numbers import rounded_blocks
 
 SECTION = {"tokens_per_gpu": 60}
 TWO_RANKS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -64,8 +65,8 @@ def test_padding_of_shared_prompts(tmp_path: Path) -> None:
 def test_the_formula_of_blocks() -> None:
     values = torch.randn(200, 300, generator=torch.Generator().manual_seed(1))
     values[:128, 128:256] *= 1e4
-    left = blocks(values, 128)
-    assert torch.equal(blocks(left, 128), left)  # all are numbers of e4m3
+    left = rounded_blocks(values, 128)
+    assert torch.equal(rounded_blocks(left, 128), left)  # all are numbers of e4m3
     relative = (left - values).abs() / values.abs()
     assert relative[values.abs() > 1e-2 * values.abs().max()].max() <= 2**-4  # half of the last of 3 bits
-    assert (blocks(values, 1) - values).abs().sum() < (left - values).abs().sum()
+    assert (rounded_blocks(values, 1) - values).abs().sum() < (left - values).abs().sum()

@@ -1,4 +1,4 @@
-"""What is kept of a cache while the GPU is the trainer's: by memory of the host, and by vLLM's own pool of blocks."""
+"""The part of a cache that the host has while the GPU is the trainer's, by its memory and by vLLM's pool of blocks."""
 
 from __future__ import annotations
 

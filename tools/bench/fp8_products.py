@@ -42,15 +42,9 @@ COPIES = 8  # of the weights, by turns, so that none is found in the GPU's cache
 
 def main() -> int:
     """Return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("recipes/models/qwen2.5-7b"), help="default: %(default)s")
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 128, 200, 256, 512], help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="write the results there as JSON")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("there is no GPU here, and these kernels run on no CPU", file=sys.stderr)
+    options = options_on_gpu(__doc__, [64, 128, 200, 256, 512])
+    if options is None:
         return 1
-    prepare_environment()
     shapes = linear_shapes(read_architecture(options.model))
     results = []
     for rows, (name, shape) in itertools.product(options.rows, shapes.items()):
@@ -59,6 +53,21 @@ def main() -> int:
             write_report(options.output, {"model": options.model.name, "results": results})
     show(results)
     return 0
+
+
+def options_on_gpu(text: str | None, rows: list[int]) -> argparse.Namespace | None:
+    """Return the options of a benchmark of a model's products, of a process that is ready for vLLM; None where there is
+    no GPU, which it says."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("recipes/models/qwen2.5-7b"), help="default: %(default)s")
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help="tokens; default: %(default)s")
+    parser.add_argument("--output", type=Path, help="write the results there as JSON")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU here, and these kernels run on no CPU", file=sys.stderr)
+        return None
+    prepare_environment()
+    return options
 
 
 def linear_shapes(model: Architecture) -> dict[str, tuple[int, int]]:

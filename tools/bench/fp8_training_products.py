@@ -9,25 +9,22 @@ the GPU's cache (cold), and as the mean of many in a row, for which the GPU may 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from fp8_products import linear_shapes
+from fp8_products import linear_shapes, options_on_gpu
 from gpu_clock import milliseconds
 from reports import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from rlhf_megatron.compat import transformer_engine as compat
+from rlhf_megatron.compat.transformer_engine import with_deep_gemm
 from rlhf_megatron.models.architecture import read_architecture
-from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 WARM_UPS, REPEATS = 5, 30
 LIBRARIES = ("Transformer Engine", "DeepGEMM")
@@ -39,15 +36,9 @@ IN_A_ROW = 200
 
 def main() -> int:
     """Return the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("recipes/models/qwen2.5-7b"), help="default: %(default)s")
-    parser.add_argument("--rows", type=int, nargs="+", default=[5120, 8704], help="tokens; default: %(default)s")
-    parser.add_argument("--output", type=Path, help="write the results there as JSON")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("there is no GPU here, and these kernels run on no CPU", file=sys.stderr)
+    options = options_on_gpu(__doc__, [5120, 8704])
+    if options is None:
         return 1
-    prepare_environment()
     from vllm.utils.deep_gemm import is_deep_gemm_supported
 
     if not is_deep_gemm_supported():
@@ -66,9 +57,8 @@ def main() -> int:
 def measure(rows: int, outputs: int, inputs: int) -> dict[str, Any]:
     """Return milliseconds of each product by each library, and the largest difference relative to the largest."""
     from transformer_engine.pytorch.cpp_extensions import general_gemm
-    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
-    by_deep_gemm = compat.with_deep_gemm(general_gemm, Float8BlockwiseQTensorStorage, large=0)
+    by_deep_gemm = with_deep_gemm(general_gemm, large=0)
     generator = torch.Generator("cuda").manual_seed(1)
 
     def draw(*shape: int, blocks: int) -> Any:
@@ -105,9 +95,12 @@ def in_blocks(values: Tensor, dimensions: int) -> Any:
 
 def sustained(call: Callable[[], Any]) -> dict[str, float]:
     """Return milliseconds of one of ``IN_A_ROW`` calls."""
-    return {
-        name: value / IN_A_ROW for name, value in milliseconds(lambda: [call() for _ in range(IN_A_ROW)], 1, 3).items()
-    }
+
+    def many() -> None:
+        for _ in range(IN_A_ROW):
+            call()
+
+    return {name: value / IN_A_ROW for name, value in milliseconds(many, 1, 3).items()}
 
 
 def show(results: list[dict[str, Any]]) -> None:
