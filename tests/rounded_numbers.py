@@ -17,7 +17,9 @@ def rounded_blocks(values: Tensor, rows: int = 128, columns: int = 128) -> Tenso
     n, m = values.shape
     padded = pad(values, (0, -m % columns, 0, -n % rows))
     blocked = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-    scale = blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30) / LARGEST
+    largest = blocked.abs().amax((1, 3), keepdim=True).clamp_min(1e-30)
+    # Not by a number: torch on a GPU would multiply by 1 / 448, and numbers half-way between two round the other way.
+    scale = largest / torch.full_like(largest, LARGEST)
     return ((blocked / scale).to(torch.float8_e4m3fn).float() * scale).flatten(2, 3).flatten(0, 1)[:n, :m]
 
 

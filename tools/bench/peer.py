@@ -19,7 +19,7 @@ count. Tokens are those of prompts and responses as each side counts them itself
 that trains: they stay comparable where others share the cores.
 
 Needs TRL or verl, which are no requirements of the project: pip install -e ".[peer]"; verl in an environment of its
-own, with flash-attn, and its Python as --verl-python.
+own, with flash-attn and without TRL, and its Python as --verl-python.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import yaml
 from launching import last_error, run, run_on_ranks
 from peer_settings import (
     ENGINE_MEMORY,
+    VERL_IMPORTS,
     VERL_SHAPES,
     tokens_per_step,
     trl_is_missing,
@@ -181,7 +182,7 @@ def problem_of(options: argparse.Namespace) -> str:
 def problem_of_verl(python: Sequence[str]) -> str:
     """Return the reason why a command is no Python that imports verl; nothing where it does."""
     try:
-        imported = subprocess.run([*python, "-c", "import verl"], capture_output=True, text=True, errors="replace")
+        imported = subprocess.run([*python, "-c", VERL_IMPORTS], capture_output=True, text=True, errors="replace")
     except OSError as error:
         return f"cannot be started ({reason_of(error)})"
     reason = last_error(imported.stderr.splitlines()) or f"status {imported.returncode}"

@@ -88,6 +88,17 @@ def rows_at_once(rows: int, length: int, tokens: int) -> int:
     return max(count for count in range(1, rows + 1) if rows % count == 0 and (count == 1 or count * length <= tokens))
 
 
+# verl 0.9.1 patches a class of TRL's wherever TRL is installed, and ends where it cannot be imported.
+VERL_IMPORTS = """
+import verl
+from verl.utils.import_utils import is_trl_available
+if is_trl_available():
+    try:
+        from trl.experimental.ppo import AutoModelForCausalLMWithValueHead
+    except ImportError:
+        from trl import AutoModelForCausalLMWithValueHead
+"""
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 # On one GPU: packed rows, one AdamW step, mean over tokens, no reference model, no entropy; what verl's performance
