@@ -23,6 +23,7 @@ from rlhf_megatron.rollout.vllm.process_environment import prepare_environment
 
 OF_STARTS = (activation_type, cpu, language_models, model_inspection, model_runner)
 FOLDER = Path(cpu.__file__).parent
+absent_names = functools.cache(missing_of_installed)  # reads 91 files of vLLM
 
 
 def passes_in_a_fork(action: Callable[[], None]) -> bool:
@@ -51,7 +52,7 @@ def start_without(private: PrivateName) -> None:
     "private", [name for name in NAMES if name.absent and not name.module.startswith("vllm.v1.core.")], ids=str
 )
 def test_starting_needs_no_name_that_may_be_absent(private: PrivateName) -> None:
-    if private in missing_of_installed(PACKAGES):
+    if private in absent_names(PACKAGES):
         pytest.skip("the installed version lacks it")
     prepare_environment()
     importlib.import_module("vllm.entrypoints.llm")
@@ -60,7 +61,7 @@ def test_starting_needs_no_name_that_may_be_absent(private: PrivateName) -> None
 
 def test_the_table_says_which_names_the_installed_version_has() -> None:
     version = Version(Version(installed_version().partition(" ")[2]).public)
-    absent = missing_of_installed(PACKAGES)
+    absent = absent_names(PACKAGES)
     for private in NAMES:
         first, last = (Version(bound or KNOWN[which]) for which, bound in vars(private).items() if which in KNOWN)
         assert (private not in absent) == (first <= version <= last), private
