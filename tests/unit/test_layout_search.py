@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,12 @@ from rlhf_megatron.recipe import RecipeError, load_rl
 GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
 
 
+@functools.cache
+def layouts(name: str, world: int, *own: str) -> list[Candidate]:
+    """Return what is found for a recipe of the repository on H100s, with overrides of its own; several tests look."""
+    return find_layouts(load_rl(ROOT / "recipes" / f"{name}.yaml", [*GPUS, *own]), world)
+
+
 @pytest.mark.parametrize(
     "name, world",
     [
@@ -30,7 +37,7 @@ GPUS = ("cluster.gpu=H100", "cluster.gpu_memory_gb=80")
 )
 def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: int) -> None:
     path = ROOT / "recipes" / f"{name}.yaml"
-    found = find_layouts(load_rl(path, GPUS), world)
+    found = layouts(name, world)
     assert found
     for each in found:
         again = load_rl(path, [*GPUS, *each.overrides])
@@ -44,14 +51,14 @@ def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: 
 def found_with(own: str) -> list[Candidate]:
     """Return layouts of a 7B model on 8 GPUs whose recipe has ``own``, which their overrides make of it."""
     path = ROOT / "recipes" / "qwen7b_grpo.yaml"
-    found = find_layouts(load_rl(path, [*GPUS, own]), 8)
+    found = layouts("qwen7b_grpo", 8, own)
     for each in found:
         assert load_rl(path, [*GPUS, own, *each.overrides]) == each.recipe
     return found
 
 
 def test_a_number_of_recomputed_layers_does_not_hide_layouts_that_recompute_none() -> None:
-    plain, some = (found_with(f"actor.recompute={text}") for text in ("{}", "{granularity: full, layers: 4}"))
+    plain, some = layouts("qwen7b_grpo", 8), found_with("actor.recompute={granularity: full, layers: 4}")
     assert [(each.time, each.memory) for each in some] == [(each.time, each.memory) for each in plain]
 
 
@@ -78,7 +85,7 @@ def test_virtual_stages_are_kept_where_they_fit_and_hide_no_other_layout() -> No
 def test_the_first_is_no_slower_than_the_recipe_itself() -> None:
     recipe = load_rl(ROOT / "recipes" / "qwen7b_grpo.yaml", GPUS)
     own = expected_time(recipe, planned_architectures(recipe), 8)
-    assert own is not None and find_layouts(recipe, 8)[0].time.seconds <= own.seconds
+    assert own is not None and layouts("qwen7b_grpo", 8)[0].time.seconds <= own.seconds
 
 
 def test_the_stage_with_the_vocabulary_gets_fewer_layers(tmp_path: Path) -> None:
@@ -105,11 +112,9 @@ def test_smaller_gpus_and_fewer_of_them_leave_less_to_choose_from() -> None:
 
 
 def test_what_is_kept_free_is_not_planned_with() -> None:
-    path, reserve = ROOT / "recipes" / "qwen7b_grpo.yaml", 20
-    whole, less = (
-        max(each.memory for each in find_layouts(load_rl(path, [*GPUS, f"cluster.memory_reserve_gb={kept}"]), 8))
-        for kept in (0, reserve)
-    )
+    reserve = 20
+    of_both = (layouts("qwen7b_grpo", 8), layouts("qwen7b_grpo", 8, f"cluster.memory_reserve_gb={reserve}"))
+    whole, less = (max(each.memory for each in found) for found in of_both)
     assert less <= 0.95 * (80 - reserve) < whole
 
 
