@@ -48,17 +48,17 @@ def test_what_is_proposed_fits_and_is_what_its_overrides_make(name: str, world: 
     assert all(later.memory < earlier.memory for earlier, later in pairwise(found))
 
 
-def found_with(own: str) -> list[Candidate]:
+def found_with(*own: str) -> list[Candidate]:
     """Return layouts of a 7B model on 8 GPUs whose recipe has ``own``, which their overrides make of it."""
     path = ROOT / "recipes" / "qwen7b_grpo.yaml"
-    found = layouts("qwen7b_grpo", 8, own)
+    found = layouts("qwen7b_grpo", 8, *own)
     for each in found:
-        assert load_rl(path, [*GPUS, own, *each.overrides]) == each.recipe
+        assert load_rl(path, [*GPUS, *own, *each.overrides]) == each.recipe
     return found
 
 
 def test_a_number_of_recomputed_layers_does_not_hide_layouts_that_recompute_none() -> None:
-    plain, some = layouts("qwen7b_grpo", 8), found_with("actor.recompute={granularity: full, layers: 4}")
+    plain, some = found_with(), found_with("actor.recompute={granularity: full, layers: 4}")
     assert [(each.time, each.memory) for each in some] == [(each.time, each.memory) for each in plain]
 
 
