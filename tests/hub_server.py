@@ -85,6 +85,11 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def cached_files(home: Path, pattern: str) -> list[Path]:
+    """Return the files of a cache's snapshots, also while a client makes and removes folders beside these."""
+    return list(home.glob(f"hub/models--*/snapshots/*/{pattern}"))
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: HubServer

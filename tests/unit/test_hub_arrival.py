@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load, load_file, save
 
-from hub_server import HubServer, Served, files_in, hub
+from hub_server import HubServer, Served, cached_files, files_in, hub
 from hugging_face import make_model
 from rlhf_megatron.models.architecture import read_architecture
 from rlhf_megatron.models.hf_files import CheckpointFiles
@@ -147,7 +147,7 @@ def test_tensors_are_read_while_the_last_file_is_held_back(server: HubServer, tm
         wait_until(lambda: LAST in server.downloads())
         time.sleep(1.0)
         assert first.poll() is None and second.poll() is None  # nobody goes on without it
-        assert not list((tmp_path / "hf").rglob(LAST))
+        assert not cached_files(tmp_path / "hf", LAST)
         go_on.set()
         first.assert_read(local)
         second.assert_read(local)
@@ -178,7 +178,7 @@ def test_what_is_quantised_is_read_by_a_header_that_comes_later(server: HubServe
 def maps_of(reader: Reader, home: Path) -> list[str]:
     """Return the files of the cache that a process has opened."""
     maps = {each.path for each in psutil.Process(reader.pid).memory_maps()}
-    return [path.name for path in home.rglob("*.safetensors") if str(path.resolve()) in maps]
+    return [path.name for path in cached_files(home, "*.safetensors") if str(path.resolve()) in maps]
 
 
 def test_one_file_without_an_index_is_waited_for(server: HubServer, tmp_path: Path, local: Path) -> None:
