@@ -123,6 +123,8 @@ VERL: dict[str, Any] = {
     f"{_ROLLOUT}.load_format": "dummy",  # the trainer sends the weights before the first step
     f"{_ROLLOUT}.calculate_log_probs": True,
     f"{_ROLLOUT}.agent.default_agent_loop": "lengths_of_data",
+    "trainer.v1.sampler.custom_sampler.path": "pkg://peer_verl_loop",
+    "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
     "trainer.n_gpus_per_node": 1,
     "trainer.nnodes": 1,
     "trainer.val_before_train": False,
@@ -135,6 +137,7 @@ VERL: dict[str, Any] = {
     "data.dataloader_num_workers": 0,
     "data.shuffle": False,
     "reward.custom_reward_function.name": "compute_score",
+    "reward.num_workers": 2,
     "ray_kwargs.ray_init.num_cpus": 64,  # in name only: its actors ask for more than a small machine has, and wait
     "+ray_kwargs.ray_init.include_dashboard": False,
 }
@@ -153,6 +156,7 @@ _OFFLOADED = {
     f"{_ACTOR}.fsdp_config.optimizer_offload": True,
     f"{_ACTOR}.ppo_max_token_len_per_gpu": 16384,
     f"{_ROLLOUT}.max_num_seqs": 256,
+    f"{_ROLLOUT}.agent.num_workers": 4,  # each with a gigabyte of the host's memory, which offloading takes
 }
 # By shape and engine. 0.5B: nothing is offloaded, nothing recomputed. 7B with float32 masters: 122 GB in the update.
 # In 80 GB all of it is bfloat16, Adam's moments too: not what ours computes, an upper bound of verl's speed.

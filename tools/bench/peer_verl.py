@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ["VERL_FILE_LOGGER_PATH"] = str(path)
     os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray ends processes where 95% of the host's memory is in use; offloaded weights and moments may take as much.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     config = configuration(settings)
     if options.print:
         from omegaconf import OmegaConf  # type: ignore[import-not-found,unused-ignore]
