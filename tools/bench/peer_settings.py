@@ -124,7 +124,7 @@ VERL: dict[str, Any] = {
     f"{_ROLLOUT}.calculate_log_probs": True,
     f"{_ROLLOUT}.agent.default_agent_loop": "lengths_of_data",
     "trainer.v1.sampler.custom_sampler.path": "pkg://peer_verl_loop",
-    "trainer.v1.sampler.custom_sampler.name": "PromptReplayBuffer",
+    "trainer.v1.sampler.custom_sampler.name": "EagerReplayBuffer",
     "trainer.n_gpus_per_node": 1,
     "trainer.nnodes": 1,
     "trainer.val_before_train": False,

@@ -20,7 +20,7 @@ class LengthsOfData(SingleTurnAgentLoop):  # type: ignore[misc,unused-ignore]
         return await super().run(sampling_params | {"max_tokens": length, "ignore_eos": True}, **kwargs)
 
 
-class PromptReplayBuffer(ReplayBuffer):  # type: ignore[misc,unused-ignore]
+class EagerReplayBuffer(ReplayBuffer):  # type: ignore[misc,unused-ignore]
     """Replay buffer of verl that looks for a whole batch every 20 ms; verl 0.9.1 does so every 2 s, and so waits for a
     second on average after a step's last response."""
 
