@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -86,8 +88,11 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def cached_files(home: Path, pattern: str) -> list[Path]:
-    """Return the files of a cache's snapshots, also while a client makes and removes folders beside these."""
-    return list(home.glob(f"hub/models--*/snapshots/*/{pattern}"))
+    """Return the files anywhere in a cache whose names match, also while a client makes and removes folders there.
+
+    ``Path.rglob`` ends with an error where a folder goes before it is read; ``os.walk`` passes over it.
+    """
+    return [Path(folder, name) for folder, _, names in os.walk(home) for name in fnmatch.filter(names, pattern)]
 
 
 class _Handler(BaseHTTPRequestHandler):
