@@ -44,7 +44,10 @@ def test_what_misses_its_target_is_named() -> None:
         "times_the_floor": 1.2, "times_faster": 11.0, "extra_mb": 300.0,
     }  # fmt: skip
     misses = bench.misses
-    assert misses([good, good | {"model": "0.5B", "times_the_floor": 9.0}]) == []
+    assert misses([good, good | {"model": "toy", "times_the_floor": 9.0}]) == []
+    assert misses([good | {"model": "0.5B", "times_faster": 8.0, "times_the_floor": 1.26}]) == [
+        "0.5B on 2 TP2 -> TP1 x 2: 1.26 times the floor, above 1.25"
+    ]
     bad = {"times_the_floor": 1.4, "times_faster": 8.0, "extra_mb": 500.0}
     assert len(misses([good | bad])) == 3
     assert misses([good | {"equal": True}]) == [
@@ -53,3 +56,21 @@ def test_what_misses_its_target_is_named() -> None:
     assert misses([{"model": "32B", "gpus": 2, "failed": "the ranks ended with 1"}]) == [
         "32B on 2: the ranks ended with 1"
     ]
+
+
+def test_rounds_of_a_pair_become_its_medians() -> None:
+    def one(layouts: str, seconds: float, times: float) -> dict[str, Any]:
+        return {
+            "model": "0.5B", "gpus": 2, "layouts": layouts, "equal": False,
+            "regather_seconds": seconds, "times_the_floor": times,
+        }  # fmt: skip
+
+    out_of_memory = {"model": "0.5B", "gpus": 2, "layouts": "B", "failed": "CUDA out of memory"}
+    ended = {"model": "0.5B", "gpus": 2, "failed": "not done after 75 s"}
+    rounds = [
+        [one("A", 2.0, 1.3), one("B", 1.0, 1.0)],
+        [one("A", 9.0, 1.1), out_of_memory],
+        [one("A", 1.0, 1.2), ended],
+    ]
+    of_a = one("A", 2.0, 1.2) | {"times_the_floor_of_rounds": [1.3, 1.1, 1.2]}
+    assert bench.of_rounds(rounds) == [of_a, out_of_memory, ended]
