@@ -90,7 +90,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 def cached_files(home: Path, pattern: str) -> list[Path]:
     """Return the files anywhere in a cache whose names match, also while a client makes and removes folders there.
 
-    ``Path.rglob`` ends with an error where a folder goes before it is read; ``os.walk`` passes over it.
+    ``Path.rglob`` raises FileNotFoundError where a folder is removed before it is read; ``os.walk`` skips it.
     """
     return [Path(folder, name) for folder, _, names in os.walk(home) for name in fnmatch.filter(names, pattern)]
 

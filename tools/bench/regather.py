@@ -14,7 +14,6 @@ Rows of other models and numbers of GPUs in the output stay there.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -50,11 +49,11 @@ def main() -> int:
     rows = [row for row in rows_of(options.output) if (row["model"], row["gpus"]) not in measured]
     found: list[dict[str, Any]] = []
     for model, gpus in measured:
-        rounds: list[list[dict[str, Any]]] = []
+        of_others, rounds = found, list[list[dict[str, Any]]]()
         for _ in range(options.rounds):
             rounds.append(one_round(model, gpus))
-            write_report(options.output, {"rows": [*rows, *found, *of_rounds(rounds)]})
-        found += of_rounds(rounds)
+            found = [*of_others, *of_rounds(rounds)]
+            write_report(options.output, {"rows": [*rows, *found]})
     status = exit_status(misses(found))
     drawn = [row for row in (*rows, *found) if "failed" not in row]
     draw(drawn, options.plot or options.output.with_suffix(".png"))
@@ -66,7 +65,6 @@ def one_round(model: str, gpus: int) -> list[dict[str, Any]]:
     get to the end."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
-        output.write_text(json.dumps({"rows": []}), encoding="utf-8")
         arguments = [model, str(output)]
         failed = run_on_ranks(gpus, Path(__file__).with_name("regather_measure.py"), arguments, SECONDS_FOR_ONE_ROUND)
         return [*rows_of(output), *([{"model": model, "gpus": gpus, "failed": failed}] if failed else [])]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from reports import rows_of
 from torch import Tensor
 from whole_tensors import WholeTensors
 
@@ -107,10 +108,8 @@ def cases(world: int, mixture: bool) -> list[Case]:
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Add one row to the results."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    record["rows"].append(row)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    """Add one row to those of a file, which need not be there yet."""
+    path.write_text(json.dumps({"rows": [*rows_of(path), row]}), encoding="utf-8")
 
 
 def measure(model: str, output: str | None = None) -> list[dict[str, Any]]:
