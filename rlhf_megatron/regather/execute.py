@@ -58,19 +58,20 @@ class _FirstCopies:
 
     def __init__(
         self,
+        ahead: Sequence[Callable[[], None]],
         copies: RectangleCopies,
         device: torch.device,
         sources: Mapping[str, Tensor],
         destinations: Mapping[str, Tensor],
     ) -> None:
-        self.copies, self._recorded = copies, Recorded(copies.launches, device)
+        self.copies, self._recorded = copies, Recorded([*ahead, *copies.launches], device)
         self._names = list(sources), list(destinations)
         self._places = _Places([*sources.values(), *destinations.values()])
 
     def start(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
-        """Start the copies and return True, unless a parameter is elsewhere: then do nothing."""
+        """Launch what is ahead and the copies and return True, unless a parameter is elsewhere: then do nothing."""
         held, filled = self._names
-        if not self._places.hold([*(sources[name] for name in held), *(destinations[name] for name in filled)]):
+        if not self._places.hold([*map(sources.__getitem__, held), *map(destinations.__getitem__, filled)]):
             return False
         self._recorded.run()
         return True
@@ -115,8 +116,10 @@ class Regather:
         self._first_elements = first_bytes // dtype.itemsize
         self._places = _Places([])
         self._padding: list[Tensor] = []
-        self._first = _FirstCopies(RectangleCopies([], []), self._device, {}, {})
-        self._rest = Recorded([], self._device)
+        # As many signals from every rank: those that have nothing to copy give them too.
+        self._ahead, self._behind = (list(peers.ahead), list(peers.behind)) if peers else ([], [])
+        self._first = _FirstCopies(self._ahead, RectangleCopies([], []), self._device, {}, {})
+        self._rest = Recorded(self._behind, self._device)
         self._turns: list[_Turn] = []
         self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
 
@@ -161,11 +164,14 @@ class Regather:
     def _start_first(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
         """Start to copy the largest parameters when the node's ranks have finished them; False where they have moved.
 
-        Nothing else is done before: a GPU waits for each line of it.
+        Nothing else is done before: a GPU waits for each line of it. Either way this rank has signalled once.
         """
-        self._signal()
         with self._beside():
-            return self._first.start(sources, destinations)
+            started = self._first.start(sources, destinations)
+        if not started:
+            for launch in self._ahead:
+                launch()
+        return started
 
     def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], started: bool) -> None:
         """Take what this rank has, and what the node's ranks have, before they change it again.
@@ -180,12 +186,6 @@ class Regather:
             if moved or not started:
                 self._first.copies.run()
             self._rest.run()
-        self._signal()
-
-    def _signal(self) -> None:
-        """Go on when the ranks that read from each other have come here; all do it equally often, copies or not."""
-        if self._peers:
-            self._peers.barrier()
 
     def _exchange(self) -> None:
         """Pack a round while the one before it travels, then unpack that one; forwards when all has arrived."""
@@ -232,7 +232,10 @@ class Regather:
     def _bind_copies(
         self, copies: list[Copy], sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
     ) -> tuple[_FirstCopies, Recorded]:
-        """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay."""
+        """Return ``copies`` within the rank and those out of other ranks' memory, where their parameters must stay.
+
+        Ahead of the first, others finish their sources; behind the rest these may change.
+        """
         held = {self.plan.rank: sources}
         if self._peers:
             for name, address in self._peers.own.items():
@@ -252,7 +255,10 @@ class Regather:
         ]
         own = {copy.source_parameter: sources[copy.source_parameter] for copy in first if copy.source == self.plan.rank}
         filled = {copy.destination_parameter: destinations[copy.destination_parameter] for copy in first}
-        return _FirstCopies(bound[0], self._device, own, filled), Recorded(bound[1].launches, self._device)
+        return (
+            _FirstCopies(self._ahead, bound[0], self._device, own, filled),
+            Recorded([*bound[1].launches, *self._behind], self._device),
+        )
 
     def _buffers(
         self, half: Half, view_of: Callable[[Copy], Tensor]

@@ -2,8 +2,8 @@
 
 Messages need buffers, and wait for each other; a read needs neither. CUDA's interprocess handles stand for whole
 allocations, so each is opened once, and parameters are places in it. When a rank may read, others say by a number that
-they write into its memory, which its stream waits for (cuStreamWriteValue32, cuStreamWaitValue32): some microseconds,
-where NCCL takes ten times as long.
+they write into its memory, which its stream waits for (cuStreamBatchMemOp): some microseconds, where NCCL takes ten
+times as long, and part of the CUDA graphs that copy, so that no signal waits for Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,15 @@ from rlhf_megatron.topology.exchange import gather_objects, max_over_ranks
 # Pieces in which ranks take turns as sources. One of bfloat16 takes some 6 microseconds of a link.
 _PIECE_ELEMENTS = 1 << 20
 _SIGNALS = "signals of other ranks"  # among the names of parameters
+
+
+class Operation(NamedTuple):
+    """Operation of a stream: write ``value``, or wait until what is there is not smaller."""
+
+    kind: Literal["write", "wait"]
+    place: Tensor
+    """Its first element, int32."""
+    value: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +53,18 @@ class PeerMemory:
         near: the ranks of this host, which read from each other and send each other nothing.
         parameters: for each rank that this one reads from or that reads from it, by name.
         own: where the parameters are that this rank lets others read.
-        barrier: has all that is asked of this rank's GPU from now on begin when those ranks have come here too.
+        ahead: launches, which CUDA graphs may contain: what is asked of this rank's GPU after them begins when those
+            ranks have come to theirs too; none for a rank without such ranks.
+        behind: the same, to be launched in turn with those ``ahead``.
     """
 
     near: frozenset[int]
     parameters: Mapping[int, Mapping[str, Tensor]]
     own: Mapping[str, int]
-    barrier: Callable[[], None]
+    ahead: Sequence[Callable[[], None]]
+    behind: Sequence[Callable[[], None]]
     _opened: list[Any]
+    _signals: Tensor | None = None  # memory that other ranks write into
 
     def close(self) -> None:
         """Give the mappings back, before their owners free the memory."""
@@ -72,7 +85,7 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
     if not max_over_ranks([len(read)])[0]:
         return None
     wanted = sorted({copy.source_parameter for copy in plan.sends if copy.destination in near})
-    numbers = torch.zeros(len(hosts), dtype=torch.int32, device="cuda")
+    numbers = torch.zeros(2, len(hosts), dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()  # no zero may come after what others write
     offers = gather_objects(_offer({name: sources[name] for name in wanted} | {_SIGNALS: numbers}))
     if None in offers:  # which all ranks see
@@ -85,8 +98,9 @@ def map_peers(plan: RankPlan, sources: Mapping[str, Tensor]) -> PeerMemory | Non
         return None
     assert parameters is not None
     own = {name: sources[name].data_ptr() for name in wanted}
-    theirs = {other: parameters[other][_SIGNALS][rank:] for other in partners}
-    return PeerMemory(near, parameters, own, _stream_barrier(numbers, theirs), opened)
+    theirs = [{other: parameters[other][_SIGNALS][turn, rank:] for other in partners} for turn in range(2)]
+    ahead, behind = (_launches(barrier_operations(numbers[turn], theirs[turn])) for turn in range(2))
+    return PeerMemory(near, parameters, own, ahead, behind, opened, numbers)
 
 
 def describe_transfer(plan: RankPlan, peers: PeerMemory | None, dtype: torch.dtype) -> str:
@@ -119,27 +133,47 @@ def spread_over_sources(copies: Sequence[Copy]) -> list[Copy]:
     return [piece for _, _, piece in sorted(placed, key=lambda each: each[:2])]
 
 
-def _stream_barrier(own: Tensor, theirs: Mapping[int, Tensor]) -> Callable[[], None]:
-    """Return a barrier of this rank and others, on the current stream.
+def barrier_operations(own: Tensor, theirs: Mapping[int, Tensor]) -> list[Operation]:
+    """Return what a rank's GPU does at a barrier of it and others, which takes turns with one of other numbers.
 
-    Each writes the number of its calls where ``theirs`` begins, by rank, and waits until no number of those ranks in
-    ``own`` [world] int32 is smaller. What a GPU has written before is in its memory by then: the write has a fence.
+    It writes 1 where ``theirs`` begins, by rank, waits until those ranks have written into ``own`` [world] int32, and
+    takes back what they wrote. None of them has written again by then: before that they wait for this rank at the other
+    barrier. So the same operations serve any number of times.
+    """
+    written = [own[rank:] for rank in theirs]
+    return [
+        *(Operation("write", place, 1) for place in theirs.values()),
+        *(Operation("wait", place, 1) for place in written),
+        *(Operation("write", place, 0) for place in written),
+    ]
+
+
+def _launches(operations: Sequence[Operation]) -> list[Callable[[], None]]:
+    """Return what has the current stream do ``operations`` in order; none where there are none.
+
+    What a GPU has written before is in its memory when its 1 is: each write has a fence.
     """
     from cuda.bindings import driver
 
-    calls = itertools.count(1)
-    places, awaited = list(theirs.values()), [own[rank:] for rank in theirs]  # tensors, which keep the memory
-    write, wait = driver.cuStreamWriteValue32, driver.cuStreamWaitValue32
-    not_smaller = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+    types, made = driver.CUstreamBatchMemOpType, []
+    for kind, place, value in operations:
+        operation = driver.CUstreamBatchMemOpParams()
+        if kind == "write":
+            parameters = operation.writeValue
+            parameters.operation = types.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            parameters.flags = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+        else:
+            parameters = operation.waitValue
+            parameters.operation = types.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            parameters.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        parameters.address, parameters.value = place.data_ptr(), value
+        made.append(operation)
 
-    def barrier() -> None:
-        stream, call = torch.cuda.current_stream().cuda_stream, next(calls)
-        for place in places:
-            _value_of("cuStreamWriteValue32", write(stream, place.data_ptr(), call, 0))
-        for place in awaited:
-            _value_of("cuStreamWaitValue32", wait(stream, place.data_ptr(), call, not_smaller))
+    def launch() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        _value_of("cuStreamBatchMemOp", driver.cuStreamBatchMemOp(stream, len(made), made, 0))
 
-    return barrier
+    return [launch] if made else []
 
 
 def _offer(parameters: Mapping[str, Tensor]) -> _Offer | None:

@@ -247,7 +247,7 @@ def peers_by_files(folder: str, plan: RankPlan, sources: ShardSpec) -> tuple[dic
     }
     held = parameters.pop(rank)
     own = {copy.source_parameter: held[copy.source_parameter].data_ptr() for copy in plan.sends}
-    return held, PeerMemory(frozenset(range(world)), parameters, own, dist.barrier, [])
+    return held, PeerMemory(frozenset(range(world)), parameters, own, [dist.barrier], [dist.barrier], [])
 
 
 def in_files(folder: str, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
