@@ -121,7 +121,8 @@ class Regather:
         self._first = _FirstCopies(self._ahead, RectangleCopies([], []), self._device, {}, {})
         self._rest = Recorded(self._behind, self._device)
         self._turns: list[_Turn] = []
-        self._side_stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        messages_travel = bool(self._rounds) and not peers
+        self._side_stream = torch.cuda.Stream() if messages_travel and self._device.type == "cuda" else None
 
     @property
     def bytes_received(self) -> int:
@@ -153,7 +154,7 @@ class Regather:
             peers = {peer for turn in self._rounds for peer in turn.sends.peers | turn.receives.peers}
             peers |= self._peers.near - {self.plan.rank} if self._peers else set()
             raise RegatherError(f"regathering: the exchange with ranks {sorted(peers)} failed ({error})") from error
-        if self._side_stream and self._rounds and not self._peers:
+        if self._side_stream:
             torch.cuda.current_stream().wait_stream(self._side_stream)
 
     def verify(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
@@ -205,9 +206,7 @@ class Regather:
 
     def _beside(self) -> contextlib.AbstractContextManager[None]:
         """Use a stream of its own on a GPU where messages travel: copies within the rank do not hold them up."""
-        if self._side_stream is None or self._peers or not self._rounds:
-            return _ON_THE_CURRENT_STREAM
-        return _on_stream(self._side_stream)
+        return _on_stream(self._side_stream) if self._side_stream else _ON_THE_CURRENT_STREAM
 
     def _bind(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
         """Work out the copies between parameters and buffers, unless all are where they were the last time: False."""
