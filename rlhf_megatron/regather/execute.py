@@ -144,9 +144,9 @@ class Regather:
         this returns, in order on the current stream. Raises RegatherError where a peer is gone.
         """
         try:
-            started = self._start_first(sources, destinations)
+            self._start_first(sources, destinations)
             with torch.no_grad():
-                self._copy(sources, destinations, started)
+                self._copy(sources, destinations)
                 self._exchange()
         except RegatherError:
             raise
@@ -162,8 +162,8 @@ class Regather:
         verify_weights(self.plan, self._dtype, self._transport, sources, destinations)
         verify_weights(self.plan.forwarding, self._dtype, self._transport, destinations, destinations)
 
-    def _start_first(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> bool:
-        """Start to copy the largest parameters when the node's ranks have finished them; False where they have moved.
+    def _start_first(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        """Start to copy the largest parameters, unless they have moved, when the node's ranks have finished them.
 
         Nothing else is done before: a GPU waits for each line of it. Either way this rank has signalled once.
         """
@@ -172,9 +172,8 @@ class Regather:
         if not started:
             for launch in self._ahead:
                 launch()
-        return started
 
-    def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], started: bool) -> None:
+    def _copy(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
         """Take what this rank has, and what the node's ranks have, before they change it again.
 
         One kernel takes both, in turn: a link leaves the memory time for both, but of two kernels the second begins
@@ -184,7 +183,7 @@ class Regather:
         for rows in self._padding:
             rows.zero_()
         with self._beside():
-            if moved or not started:
+            if moved:  # as it is where the first have not started: they are among all
                 self._first.copies.run()
             self._rest.run()
 
