@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 
-def run_in_interpreter(script: str) -> None:
+def run_in_interpreter(script: str, *arguments: str) -> None:
     """Run a script of this folder, which checks kernels; it has to ask for the interpreter before Triton is there."""
     pytest.importorskip("triton", reason="the interpreter comes with Triton")
     path = Path(__file__).with_name(script)
     found_in = os.pathsep.join([str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": found_in}
     checked = subprocess.run(
-        [sys.executable, "-P", str(path)], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-P", str(path), *arguments], env=environment, capture_output=True, text=True, timeout=600
     )
     assert checked.returncode == 0, checked.stderr
 

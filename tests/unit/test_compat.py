@@ -35,6 +35,7 @@ from rlhf_megatron.compat.vllm import (
     older_speculation,
     shared_weights,
     sleeping_memory,
+    steady_inputs,
     steady_steps,
     workspace,
 )
@@ -64,6 +65,7 @@ REPLACEMENTS = (
     older_speculation,
     shared_weights,
     sleeping_memory,
+    steady_inputs,
     steady_steps,
     torch_patches,
     workspace,

@@ -3,21 +3,24 @@
     python tools/bench/decode.py [--model recipes/models/qwen2.5-7b] [--settings NAME ...] [--running 64 200 256]
 
 Each setting has an engine in a process of its own, with random weights; sequences have prompts of their own, seeds and
-logprobs, as in a run. Two generations that differ in their lengths alone give the time of a step; a third, shorter one
-runs under torch's profiler. The floor is reading weights and keys and values once, as fast as a large copy does.
+logprobs, as in a run. Two generations that differ in their lengths alone give the time of a step, in turn with inputs
+that are kept from step to step and with those that vLLM makes anew; a further, shorter one runs under torch's profiler.
+The floor is reading weights and keys and values once, as fast as a large copy does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_clock import milliseconds
@@ -91,22 +94,37 @@ def measure(model: str, name: str, running: list[int], size: str) -> list[dict[s
     bandwidth = bytes_per_millisecond() if torch.cuda.is_available() else None
     for count in running:
         generate(count, 1)  # from now on prompts are in the cache
-        steps = []
+        ways: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+            "step_ms": contextlib.nullcontext,
+            "step_ms_of_inputs_made_anew": inputs_made_anew,
+        }
+        steps: dict[str, list[float]] = {way: [] for way in ways}
         for repeat in range(WARM_UPS + REPEATS):
-            seconds = generate(count, longer) - generate(count, shorter)
-            if repeat >= WARM_UPS:
-                steps.append(seconds / (longer - shorter) * 1000)
+            for way, inputs in ways.items():
+                with inputs():
+                    seconds = generate(count, longer) - generate(count, shorter)
+                if repeat >= WARM_UPS:
+                    steps[way].append(seconds / (longer - shorter) * 1000)
         read = bytes_of_step(model, setting, count * (length + (shorter + longer) / 2))
         rows.append(
             {
                 "running": count,
-                "step_ms": spread(steps),
+                **{way: spread(of_way) for way, of_way in steps.items()},
                 "read_gb": {key: size / 1e9 for key, size in read.items()},
                 "floor_ms": sum(read.values()) / bandwidth if bandwidth else None,
                 "kernels": kernel_times(functools.partial(generate, count, profiled), profiled),
             }
         )
     return rows
+
+
+@contextlib.contextmanager
+def inputs_made_anew() -> Iterator[None]:
+    """Have vLLM make the inputs of every step anew inside."""
+    from rlhf_megatron.compat.vllm import steady_inputs
+
+    with mock.patch.object(steady_inputs, "kept", lambda _: contextlib.nullcontext()):
+        yield
 
 
 def bytes_per_millisecond() -> float:

@@ -6,6 +6,7 @@ import importlib.util
 
 from rlhf_megatron.compat.patches import warn_of_unknown_version
 from rlhf_megatron.compat.private_names import REGISTRY, PrivateName
+from rlhf_megatron.compat.vllm.runner_names import RUNNER
 from rlhf_megatron.compat.vllm.speculation_names import SPECULATION
 from rlhf_megatron.errors import RolloutError
 
@@ -219,6 +220,7 @@ NAMES = (
     PrivateName("vllm.v1.kv_cache_interface", "FullAttentionSpec", "a cache of all tokens"),
     PrivateName("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs", "a cache of all tokens"),
     *SPECULATION,
+    *RUNNER,
     # Parameters that are views (compat.vllm.shared_weights).
     PrivateName(_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", "our loader in place of the dummy one"),
     PrivateName(_LOADER + ".base_loader", "BaseModelLoader.load_model", "our loader"),

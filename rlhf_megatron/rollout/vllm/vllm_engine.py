@@ -25,6 +25,7 @@ from rlhf_megatron.compat.vllm import (
     logprobs,
     sleeping_memory,
     speculation,
+    steady_inputs,
     steady_steps,
 )
 from rlhf_megatron.compat.vllm.draft_models import KeptBuffers
@@ -275,6 +276,7 @@ class VllmEngine:
             stack.enter_context(block_allocation.only_where_needed(planner))
             stack.enter_context(steady_steps.taken_at_once(planner, internals.request_states(self._engine)))
             stack.enter_context(logprobs.kept_as_numbers(planner, self._on_gpu))
+            stack.enter_context(steady_inputs.kept(internals.model_runner(self._engine)))
             completions = scheduler.generate(on_progress, on_completion)
         self.record = scheduler.record
         if self._speculation:
