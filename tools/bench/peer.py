@@ -83,7 +83,8 @@ class Side:
     engine: str = "fsdp2"
 
 
-_BYPASS = ("algorithm.rollout_correction.bypass_mode=true",)
+# Old logprobs are the rollout's.
+_BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.calculate_log_probs=true")
 SIDES = {
     "ours": Side("ours"),
     "trl": Side("trl"),

@@ -121,7 +121,7 @@ VERL: dict[str, Any] = {
     f"{_ROLLOUT}.enable_prefix_caching": True,
     f"{_ROLLOUT}.max_num_batched_tokens": 16384,
     f"{_ROLLOUT}.load_format": "dummy",  # the trainer sends the weights before the first step
-    f"{_ROLLOUT}.calculate_log_probs": True,
+    f"{_ROLLOUT}.calculate_log_probs": False,  # but where it bypasses a pass of its own; they cost the rollout time
     f"{_ROLLOUT}.agent.default_agent_loop": "lengths_of_data",
     "trainer.v1.sampler.custom_sampler.path": "pkg://peer_verl_loop",
     "trainer.v1.sampler.custom_sampler.name": "EagerReplayBuffer",

@@ -85,7 +85,7 @@ def build(config: Mapping[str, Any], dtype: str) -> tuple[Any, Any]:
 
     dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=ON_GPU)
     kind: torch.dtype = getattr(torch, dtype)
     heads = config["num_attention_heads"]
     has_norms = config["model_type"].startswith("qwen3")
@@ -216,6 +216,8 @@ def token_losses(model: Any, kind: str, piece: Piece) -> Tensor:
 
 def graphed(model: Any, wrapped: Any, kind: str, example: Piece) -> Callable[[Piece], Tensor]:
     """Return what computes a micro-batch of the example's shape by one CUDA graph."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
     tensors = ("tokens", "labels", "positions", "offsets")
     static = dataclasses.replace(example, **{name: getattr(example, name).clone() for name in tensors})
     stream = torch.cuda.Stream()
@@ -226,6 +228,8 @@ def graphed(model: Any, wrapped: Any, kind: str, example: Piece) -> Callable[[Pi
     torch.cuda.current_stream().wait_stream(stream)
     wrapped.zero_grad_buffer()
     graph = torch.cuda.CUDAGraph()
+    for state in get_all_rng_states().values():
+        graph.register_generator_state(state)
     with torch.cuda.graph(graph):
         loss = loss_and_gradients(model, kind, static)
 

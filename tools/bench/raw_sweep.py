@@ -171,14 +171,16 @@ def ways_of_megatron(
     environment: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Return Megatron's ways with their ``seconds``, or why one ``failed``; the fastest with all repeats."""
-    ways = [
-        {"tokens": tokens, "loss": loss, "graph": False} for tokens in TOKENS.get(model, (1024,)) for loss in LOSSES
-    ]
-    if torch.cuda.is_available():
-        ways += [{"tokens": tokens, "loss": "fused", "graph": True} for tokens in TOKENS[model]]
-    settings = {"config": config, "dtype": recipe.model.dtype, "rows": rows, "ways": ways, "repeats": repeats}
-    result = of_process("raw_megatron.py", settings, folder, environment)
-    return [result] if "failed" in result else list(result["seconds"])
+    tokens = TOKENS.get(model, (1024,))
+    kinds = [[{"tokens": most, "loss": loss, "graph": False} for most in tokens for loss in LOSSES]]
+    if torch.cuda.is_available():  # in a process of their own, which a capture that fails leaves of no use
+        kinds.append([{"tokens": most, "loss": "fused", "graph": True} for most in tokens])
+    found: list[dict[str, Any]] = []
+    for ways in kinds:
+        settings = {"config": config, "dtype": recipe.model.dtype, "rows": rows, "ways": ways, "repeats": repeats}
+        result = of_process("raw_megatron.py", settings, folder, environment)
+        found += [{"ways": ways, **result}] if "failed" in result else result["seconds"]
+    return found
 
 
 def of_process(
